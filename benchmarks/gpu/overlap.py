@@ -28,7 +28,7 @@ from engine.attention.transport import (
     DistributedTransport,
     GroupMessenger,
     Meter,
-    Parcel,
+    P2POp,
     Transport,
     make_channel_groups,
 )
@@ -95,11 +95,11 @@ def measure(
     tile_s = time_call(tile, device).median_s
     rows = []
     for size in message_bytes:
-        parcels = _message(device, size)
-        numbers = [parcel.message for parcel in parcels]
+        ops = _message(device, size)
+        numbers = [op.tag for op in ops]
 
-        def step(compute: Callable[[], object], parcels: Sequence[Parcel] = parcels, ids: list[int] = numbers) -> None:
-            transport.post(parcels)
+        def step(compute: Callable[[], object], ops: Sequence[P2POp] = ops, ids: list[int] = numbers) -> None:
+            transport.post(ops)
             compute()
             transport.wait(ids)
 
@@ -130,9 +130,9 @@ def _transport(device: torch.device, message_sms: int | None) -> Transport:
     return StreamTransport(CudaStreams(device), GroupMessenger(groups, (0,)), Meter(Topology(1, 1), 0))
 
 
-def _message(device: torch.device, size_bytes: int) -> list[Parcel]:
+def _message(device: torch.device, size_bytes: int) -> list[P2POp]:
     source, target = (torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     if device.type == "cpu":
-        return [Parcel(0, "store", Channel.TO_HOST, 0, (source,), (target,))]
+        return [P2POp(0, "store", Channel.TO_HOST, 0, (source,), (target,))]
     channel = Channel.PAYLOAD_INNER
-    return [Parcel(0, "send", channel, 0, (source,)), Parcel(1, "recv", channel, 0, (target,))]
+    return [P2POp(0, "send", channel, 0, (source,)), P2POp(1, "recv", channel, 0, (target,))]

@@ -15,7 +15,7 @@ from engine.attention.context import AttentionGroup, build_context
 from engine.attention.executor import Execution
 from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, SavedAttention
-from engine.attention.transport import Parcel, SilentTransport, Transport
+from engine.attention.transport import P2POp, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
 from engine.planning.methods.resolve import resolve_attention
@@ -31,10 +31,10 @@ from testkit.hub import Hub, lockstep
 class NoiseTransport(SilentTransport):
     """Fills what would be received with random numbers: a GPU's clock, and so its speed, depends on the values."""
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
+    def post(self, ops: Sequence[P2POp]) -> None:
         """Nothing travels."""
-        for parcel in parcels:
-            for tensor in parcel.tensors if parcel.op == "recv" else ():
+        for op in ops:
+            for tensor in op.tensors if op.op == "recv" else ():
                 tensor.normal_()
 
 
@@ -123,7 +123,7 @@ class RingRank:
 
 def gradients_of(execution: Execution, dtype: torch.dtype) -> Gradients:
     """What a finished backward pass left, cast once."""
-    dq, dkv = execution.pinned("dq")["dq"].to(dtype), execution.pinned("dkv")["dkv"].to(dtype)
+    dq, dkv = execution.argument("dq")["dq"].to(dtype), execution.argument("dkv")["dkv"].to(dtype)
     return Gradients(dq, dkv[:, 0], dkv[:, 1])
 
 

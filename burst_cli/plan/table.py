@@ -182,7 +182,7 @@ def exposed_words(one: PassPreview) -> str:
 
 
 def _buffers(one: PassPreview, where: str) -> str:
-    return binary_bytes(max(rank.buffer_bytes(where, pinned=False) for rank in one.ranks))  # type: ignore[arg-type]
+    return binary_bytes(max(rank.buffer_bytes(where, is_argument=False) for rank in one.ranks))  # type: ignore[arg-type]
 
 
 _FIGURES: dict[str, Callable[[PassPreview], str]] = {

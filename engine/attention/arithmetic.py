@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.buffers import Lease, allocate_tensor, compute_place
+from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
-from engine.planning.program.ops import FIELDS, Slot, Tile
+from engine.planning.program.ops import FIELDS, Buffer, Tile
 from engine.row_blocks import accumulate_dtype, ends
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
-ACCUMULATED = frozenset({"acc", "acc_kv"})  # operands of a tile that it adds to
+ACCUMULATED = frozenset({"sums", "kv_sums"})  # operands of a tile that it adds to
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,22 @@ class TensorArithmetic:
         self._lease = lease
         self._late: _KvGradients | None = None
 
-    def allocate(self, slot: Slot) -> Fields:
-        """Uninitialised buffers of a slot; host slots in pinned memory for a GPU."""
-        place = compute_place(self.shape.device, slot.where)
+    def allocate(self, buffer: Buffer) -> Fields:
+        """Uninitialised tensors of a buffer; those of the host in pinned memory for a GPU."""
+        location = buffer_location(self.shape.device, buffer.where)
         # Inputs and outputs outlive the run, and so the lease.
-        empty = allocate_tensor if self._lease is None or slot.pin is not None else self._lease.empty
+        empty = allocate_tensor if self._lease is None or buffer.argument is not None else self._lease.empty
         return {
-            name: empty((slot.rows, *tail), dtype, place) for name, (tail, dtype) in self._field_shapes(slot).items()
+            name: empty((buffer.rows, *tail), dtype, location)
+            for name, (tail, dtype) in self._field_shapes(buffer).items()
         }
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        """Forward: merge (out, lse). Backward: add dq to acc and (dk, dv) to acc_kv. In parts of the heads if large.
+        """Forward: merge (out, lse). Backward: add dq to sums and (dk, dv) to kv_sums. In parts of the heads if large.
 
         dk and dv wait for the next work: where it adds what arrived to the same rows, that is one pass.
         """
-        run = self._run_forward if "acc_kv" not in fields else self._run_backward
+        run = self._run_forward if "kv_sums" not in fields else self._run_backward
         q, limit = fields["q"]["q"], self.kernel.capabilities.max_call_elements
         rows, num_heads, head_dim = q.shape
         if limit is None or max(rows, fields["kv"]["k"].shape[0]) * num_heads * head_dim <= limit:
@@ -70,16 +71,16 @@ class TensorArithmetic:
             shared.add(part.keys.start)
 
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        q, kv, acc = fields["q"], fields["kv"], fields["acc"]
+        q, kv, partial = fields["q"], fields["kv"], fields["sums"]
         block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], tile.band)
         if tile.stores:
-            acc["out"].copy_(block_out)
-            acc["lse"].copy_(block_lse)
+            partial["out"].copy_(block_out)
+            partial["lse"].copy_(block_lse)
         else:
-            merge_tile(acc["out"], acc["lse"], block_out, block_lse)
+            merge_tile(partial["out"], partial["lse"], block_out, block_lse)
 
     def _run_backward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        q, kv, sums = fields["q"], fields["kv"], fields["acc"]["dq"]
+        q, kv, sums = fields["q"], fields["kv"], fields["sums"]["dq"]
         dout = q["dout"]
         if "out" in q:
             grads = TileGradients(dout, q["out"], q["lse"])
@@ -92,7 +93,7 @@ class TensorArithmetic:
             sums.copy_(dq)
         else:
             sums.add_(dq)
-        self._late = _KvGradients(fields["acc_kv"], dk, dv, tile.stores_kv)
+        self._late = _KvGradients(fields["kv_sums"], dk, dv, tile.stores_kv)
 
     def finish_step(self) -> None:
         """Add the dk and dv of the last tile to their sums."""
@@ -104,7 +105,7 @@ class TensorArithmetic:
         """init, add (in dst's dtype, computed in the wider one), copy or stats."""
         late = self._late
         if late is not None:
-            if late.sums is dst.fields and op == "add" and src and dst.slot.heads == src.slot.heads:
+            if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
                 self._late = None
                 add_kv(late.sums["dkv"], late.dk, late.dv, src.fields["dkv"], stores=late.stores)
                 return
@@ -129,18 +130,18 @@ class TensorArithmetic:
         if self._lease is not None:
             self._lease.close()
 
-    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
+    def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
         """Tensors that travel, in fixed order."""
-        return tuple(fields[field.name] for field in FIELDS[slot.kind])
+        return tuple(fields[field.name] for field in FIELDS[buffer.kind])
 
     def _same_heads(self, name: str, dst: Operand, src: Operand) -> tuple[Tensor, Tensor]:
         """The two tensors, the one with more heads cut to the heads of the other."""
         target, source = dst.fields[name], src.fields[name]
-        if dst.slot.heads == src.slot.heads:
+        if dst.buffer.heads == src.buffer.heads:
             return target, source
-        wide, narrow = (dst, src) if dst.slot.heads.count == 1 else (src, dst)
-        assert wide.slot.heads.count == 1, "of two different parts of the heads, neither holds the other"
-        part, shape = narrow.slot.heads, self.shape
+        wide, narrow = (dst, src) if dst.buffer.heads.count == 1 else (src, dst)
+        assert wide.buffer.heads.count == 1, "of two different parts of the heads, neither holds the other"
+        part, shape = narrow.buffer.heads, self.shape
         if name in KV_FIELDS:
             first, last = part.keys(shape.num_heads, shape.num_kv_heads)
         else:
@@ -150,15 +151,15 @@ class TensorArithmetic:
             return target.narrow(axis, first, last - first), source
         return target, source.narrow(axis, first, last - first)
 
-    def _field_shapes(self, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _field_shapes(self, buffer: Buffer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         shape = self.shape
-        counts = slot.heads.counts(shape.num_heads, shape.num_kv_heads)
+        counts = buffer.heads.counts(shape.num_heads, shape.num_kv_heads)
         dtypes = {"element": shape.dtype, "sum": accumulate_dtype(shape.dtype), "wire": shape.wire_gradient_dtype}
-        return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[slot.kind]}
+        return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[buffer.kind]}
 
 
 class _KvGradients(NamedTuple):
-    """What a tile is about to add to `sums` (a DKV slot's fields), or to store there."""
+    """What a tile is about to add to `sums` (a DKV buffer's fields), or to store there."""
 
     sums: Fields
     dk: Tensor

@@ -1,4 +1,4 @@
-"""Memory for the buffers of plans: one reusable block per place instead of an allocation per buffer and call."""
+"""Memory for the buffers of plans: one reusable block per location instead of an allocation per buffer and call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.memory.host import host_empty
 ALIGNMENT_BYTES = 256  # of every buffer inside a block; vector loads of kernels need 16
 
 
-class Place(NamedTuple):
+class BufferLocation(NamedTuple):
     """Where bytes lie, and the stream whose order makes it safe to use them again (0 where there is one only).
 
-    host   a host slot: memory of the host that serves as such, on a CPU as well
+    host   a host buffer: memory of the host that serves as such, on a CPU as well
     """
 
     device: torch.device
@@ -28,8 +28,8 @@ class Place(NamedTuple):
     host: bool = False
 
 
-def compute_place(device: torch.device, where: str = "device") -> Place:
-    """Place of a slot for work on `device`: its memory, or (where = host) host memory, pinned if it is a GPU.
+def buffer_location(device: torch.device, where: str = "device") -> BufferLocation:
+    """Where a buffer for work on `device` lives: in its memory, or (where = host) in host memory, pinned for a GPU.
 
     A block handed out again is written by the stream that runs plans now, and nothing but that stream's order says
     that its last user is done: blocks of different streams are kept apart.
@@ -37,37 +37,39 @@ def compute_place(device: torch.device, where: str = "device") -> Place:
     on_cuda = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else 0
     if where == "host":
-        return Place(torch.device("cpu"), on_cuda, stream, host=True)
-    return Place(device, False, stream)
+        return BufferLocation(torch.device("cpu"), on_cuda, stream, host=True)
+    return BufferLocation(device, False, stream)
 
 
-def allocate_bytes(place: Place, size: int) -> Tensor:
+def allocate_bytes(location: BufferLocation, size: int) -> Tensor:
     """Uninitialised bytes, uint8 [size]; usable in training even if an evaluation in inference mode asks for them."""
     with torch.inference_mode(False):
-        return allocate_tensor((size,), torch.uint8, place)
+        return allocate_tensor((size,), torch.uint8, location)
 
 
-def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
+def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, location: BufferLocation) -> Tensor:
     """Uninitialised tensor of its own memory."""
-    if place.host:
-        return host_empty(shape, dtype, pinned=place.pinned)
-    return torch.empty(shape, dtype=dtype, device=place.device, pin_memory=place.pinned)
+    if location.host:
+        return host_empty(shape, dtype, pinned=location.pinned)
+    return torch.empty(shape, dtype=dtype, device=location.device, pin_memory=location.pinned)
 
 
 class BufferPool:
     """Hands out buffers for one run of a plan at a time, and takes them back.
 
-    A lease cuts its buffers from one block. When the block was too small, the next lease of the place gets one of the
-    size that was needed, so a training loop allocates in its first calls only; forward and backward passes use the
-    same block in turn. Leases that are open at the same time never share memory. Of every place one idle block is kept.
+    A lease cuts its buffers from one block. When the block was too small, the next lease of the location gets one of
+    the size that was needed, so a training loop allocates in its first calls only; forward and backward passes use the
+    same block in turn. Leases that are open at the same time never share memory. One idle block per location stays.
 
     Not for tensors that outlive the run (outputs, what backward saves): those belong to the caller.
     """
 
-    def __init__(self, allocate: Callable[[Place, int], Tensor] = allocate_bytes) -> None:
+    def __init__(self, allocate: Callable[[BufferLocation, int], Tensor] = allocate_bytes) -> None:
         self.allocate = allocate
-        self._idle: dict[Place, Tensor] = {}
-        self._needed: defaultdict[Place, int] = defaultdict(int)  # bytes that the largest lease so far asked for
+        self._idle: dict[BufferLocation, Tensor] = {}
+        self._needed: defaultdict[BufferLocation, int] = defaultdict(
+            int
+        )  # bytes that the largest lease so far asked for
 
     @property
     def idle_bytes(self) -> int:
@@ -78,18 +80,18 @@ class BufferPool:
         """An empty lease."""
         return Lease(self)
 
-    def take(self, place: Place, at_least: int) -> Tensor:
+    def take(self, location: BufferLocation, at_least: int) -> Tensor:
         """A block for a lease: the idle one if there is one, else a new one of the size that leases need."""
-        if place in self._idle:
-            return self._idle.pop(place)
-        return self.allocate(place, max(at_least, self._needed[place]))
+        if location in self._idle:
+            return self._idle.pop(location)
+        return self.allocate(location, max(at_least, self._needed[location]))
 
-    def give_back(self, place: Place, block: Tensor, used: int) -> None:
+    def give_back(self, location: BufferLocation, block: Tensor, used: int) -> None:
         """The end of a lease that asked for `used` bytes in all; a block that is too small now is dropped."""
-        self._needed[place] = max(self._needed[place], used)
-        for kept in (self._idle.pop(place, block), block):
-            if kept.numel() >= self._needed[place]:
-                self._idle[place] = kept
+        self._needed[location] = max(self._needed[location], used)
+        for kept in (self._idle.pop(location, block), block):
+            if kept.numel() >= self._needed[location]:
+                self._idle[location] = kept
 
 
 @dataclass
@@ -105,24 +107,24 @@ class Lease:
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        self._cuts: dict[Place, _Cut] = {}
+        self._cuts: dict[BufferLocation, _Cut] = {}
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, location: BufferLocation) -> Tensor:
         """Uninitialised contiguous tensor."""
         size = math.prod(shape) * dtype.itemsize
         padded = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        cut = self._cuts.get(place)
+        cut = self._cuts.get(location)
         if cut is None:
-            cut = self._cuts[place] = _Cut(self._pool.take(place, padded))
+            cut = self._cuts[location] = _Cut(self._pool.take(location, padded))
         start, cut.used = cut.used, cut.used + padded
         if cut.used <= cut.block.numel():
             memory = cut.block[start : start + size]
         else:
-            memory = self._pool.allocate(place, padded)[:size]  # not kept
+            memory = self._pool.allocate(location, padded)[:size]  # not kept
         return memory.view(dtype).view(shape)
 
     def close(self) -> None:
         """Give the memory back to the pool. The tensors must not be used any more."""
-        for place, cut in self._cuts.items():
-            self._pool.give_back(place, cut.block, cut.used)
+        for location, cut in self._cuts.items():
+            self._pool.give_back(location, cut.block, cut.used)
         self._cuts.clear()

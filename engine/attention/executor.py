@@ -7,28 +7,28 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.attention.transport import Parcel, Transport
-from engine.planning.program.ops import LocalOp, RankPlan, Slot, Tile, Transfer, View
+from engine.attention.transport import P2POp, Transport
+from engine.planning.program.ops import Buffer, LocalOp, RankPlan, Tile, Transfer, View
 
 CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
 
 
 class Operand(NamedTuple):
-    """Some rows of a slot."""
+    """Some rows of a buffer."""
 
-    slot: Slot
+    buffer: Buffer
     fields: Fields
 
 
 class Arithmetic(Protocol):
     """What the values in the buffers are: tensors of attention, or records that prove a plan."""
 
-    def allocate(self, slot: Slot) -> Fields:
-        """Buffers of a slot that the plan does not get from its caller."""
+    def allocate(self, buffer: Buffer) -> Fields:
+        """Tensors of a buffer that the plan does not get from its caller."""
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
-        """Compute one tile; `fields` has q, kv, acc and, in backward, acc_kv, cut to the tile's rows.
+        """Compute one tile; `fields` has q, kv, sums and, in backward, kv_sums, cut to the tile's rows.
 
         In one step the fields of a view are mostly the same object.
         """
@@ -36,38 +36,41 @@ class Arithmetic(Protocol):
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         """init, add, copy or stats (see `LocalOp`)."""
 
-    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
-        """The tensors of some rows of a slot that travel, in a fixed order."""
+    def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
+        """The tensors of some rows of a buffer that travel, in a fixed order."""
 
     def finish_step(self) -> None:
         """The step's last op was run: what waited for it to come must be done."""
 
     def release(self) -> None:
-        """Nothing will touch the buffers of `allocate` any more but those of pinned slots."""
+        """Nothing will touch the buffers of `allocate` any more but those of arguments."""
 
 
 class Execution:
     """One run of one rank's plan over its buffers."""
 
     def __init__(
-        self, plan: RankPlan, arithmetic: Arithmetic, transport: Transport, pinned: Mapping[str, Fields]
+        self, plan: RankPlan, arithmetic: Arithmetic, transport: Transport, arguments: Mapping[str, Fields]
     ) -> None:
         self.plan = plan
         self._arithmetic = arithmetic
         self._transport = transport
-        # Rows of slots, and what of them travels: plans use the same ones over and over.
+        # Rows of buffers, and what of them travels: plans use the same ones over and over.
         self._cut: dict[View, Fields] = {}
         self._wires: dict[View, tuple[Tensor, ...]] = {}
-        self.slots: list[Fields] = [
-            pinned[slot.pin] if slot.pin and slot.pin in pinned else arithmetic.allocate(slot) for slot in plan.slots
+        self.buffers: list[Fields] = [
+            arguments[buffer.argument]
+            if buffer.argument and buffer.argument in arguments
+            else arithmetic.allocate(buffer)
+            for buffer in plan.buffers
         ]
 
     def run(self) -> None:
-        """Run all steps; afterwards pinned slots remain, the other buffers may serve the next run."""
+        """Run all steps; afterwards arguments remain, the other buffers may serve the next run."""
         for _ in self.steps():
             pass
-        slots = zip(self.plan.slots, self.slots, strict=True)
-        self.slots = [fields if slot.pin else {} for slot, fields in slots]
+        buffers = zip(self.plan.buffers, self.buffers, strict=True)
+        self.buffers = [fields if buffer.argument else {} for buffer, fields in buffers]
         self._cut.clear()
         self._wires.clear()
         self._arithmetic.release()
@@ -78,7 +81,7 @@ class Execution:
             for op in step.pre:
                 self._op(op)
             if step.post:
-                self._transport.post(list(map(self._parcel, step.post)))
+                self._transport.post(list(map(self._p2p_op, step.post)))
             yield step.index
             for tile in step.tiles:
                 self._arithmetic.run_tile(tile, self._operands(tile))
@@ -90,17 +93,17 @@ class Execution:
             self._arithmetic.finish_step()
             yield step.index
 
-    def pinned(self, name: str) -> Fields:
-        """Buffers of a pinned slot."""
-        return self.slots[self.plan.pinned(name)]
+    def argument(self, name: str) -> Fields:
+        """Tensors of an argument."""
+        return self.buffers[self.plan.argument(name)]
 
     def _rows(self, view: View) -> Fields:
-        """Mostly the same dictionary for the same view; the slot's own for all of its rows."""
+        """Mostly the same dictionary for the same view; the buffer's own for all of its rows."""
         if view not in self._cut:
             if len(self._cut) == CUTS_KEPT:
                 self._cut.clear()
-            fields = self.slots[view.slot]
-            if view.stop - view.start < self.plan.slots[view.slot].rows:
+            fields = self.buffers[view.buffer]
+            if view.stop - view.start < self.plan.buffers[view.buffer].rows:
                 fields = {name: tensor[view.start : view.stop] for name, tensor in fields.items()}
             self._cut[view] = fields
         return self._cut[view]
@@ -110,24 +113,24 @@ class Execution:
         operands = {
             "q": cut.get(tile.q) or rows(tile.q),
             "kv": cut.get(tile.kv) or rows(tile.kv),
-            "acc": cut.get(tile.acc) or rows(tile.acc),
+            "sums": cut.get(tile.sums) or rows(tile.sums),
         }
-        if tile.acc_kv is not None:
-            operands["acc_kv"] = cut.get(tile.acc_kv) or rows(tile.acc_kv)
+        if tile.kv_sums is not None:
+            operands["kv_sums"] = cut.get(tile.kv_sums) or rows(tile.kv_sums)
         return operands
 
     def _op(self, op: LocalOp) -> None:
         self._arithmetic.run_op(op.op, self._operand(op.dst), self._operand(op.src) if op.src else None)
 
     def _operand(self, view: View) -> Operand:
-        return Operand(self.plan.slots[view.slot], self._rows(view))
+        return Operand(self.plan.buffers[view.buffer], self._rows(view))
 
-    def _parcel(self, transfer: Transfer) -> Parcel:
+    def _p2p_op(self, transfer: Transfer) -> P2POp:
         tensors = self._wires.get(transfer.view) or self._wire(transfer.view)
         into: tuple[Tensor, ...] = ()
         if transfer.source is not None:
             into, tensors = tensors, self._wire(transfer.source)
-        return Parcel(transfer.message, transfer.op, transfer.channel, transfer.peer, tensors, into)
+        return P2POp(transfer.tag, transfer.op, transfer.channel, transfer.peer, tensors, into)
 
     def _wire(self, view: View) -> tuple[Tensor, ...]:
         if view not in self._wires:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
 from engine.attention.kernels import KernelChoice, settle_kernel
 from engine.attention.runtime import AttentionRuntime
-from engine.attention.transport import Parcel, Transport
+from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
@@ -339,11 +339,11 @@ class ContextParallel:
             if transfer.channel not in HOST_CHANNELS
         }
         numbered = enumerate(sorted(ends))
-        parcels = [
-            Parcel(n, op, channel, peer, (torch.zeros(1, device=self.device),)) for n, (channel, op, peer) in numbered
+        ops = [
+            P2POp(n, op, channel, peer, (torch.zeros(1, device=self.device),)) for n, (channel, op, peer) in numbered
         ]
-        self.group.transport.post(parcels)
-        self.group.transport.wait(range(len(parcels)))
+        self.group.transport.post(ops)
+        self.group.transport.wait(range(len(ops)))
         self.reset_traffic()
 
     def tell_waits_to(self, waits: WaitClock) -> None:

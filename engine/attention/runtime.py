@@ -59,15 +59,15 @@ class AttentionRuntime:
     def takes_stats(self) -> bool:
         """Whether backward needs `backward_stats` of the caller: queries travel, and so does a stand-in for `out`."""
         plan = self.backward
-        return plan.slots[plan.pinned("qx")].kind == Kind.QX and "dout" not in plan.pins
+        return plan.buffers[plan.argument("q_dout")].kind == Kind.Q_DOUT_STATS and "dout" not in plan.arguments
 
     @property
     def on_host(self) -> bool:
         """Whether the plans read their inputs from host memory and leave their results there."""
-        return self.forward.slots[self.forward.pinned("q")].where == "host"
+        return self.forward.buffers[self.forward.argument("q")].where == "host"
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory for an input of the plans that `device` computes: its own, or (pinned) of the host."""
+        """Uninitialised memory for an input of the plans that `device` computes: its own, or pinned host memory."""
         if not self.on_host:
             return torch.empty(*shape, dtype=dtype, device=device)
         return host_empty(tuple(shape), dtype, pinned=device.type == "cuda")
@@ -86,8 +86,8 @@ class AttentionRuntime:
 
     def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
         """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""
-        pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        return Execution(self.forward, self.arithmetic(q, k.shape[1], device), self.transport, pinned)
+        arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        return Execution(self.forward, self.arithmetic(q, k.shape[1], device), self.transport, arguments)
 
     def attend_again(
         self, operands: tuple[Tensor, Tensor, Tensor], kept: KeptResults | None, device: torch.device
@@ -98,19 +98,19 @@ class AttentionRuntime:
             execution = self.forward_execution(q, k, v, device)
             execution.run()
             return self.collect(execution, q, k, v)
-        pins = self.recompute.pins
-        pinned: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        if "saved" in pins:
-            pinned["saved"] = self._completed(kept)
+        names = self.recompute.arguments
+        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        if "out_lse" in names:
+            arguments["out_lse"] = self._completed(kept)
         arithmetic = self.arithmetic(q, k.shape[1], device)
-        execution = Execution(self.recompute, arithmetic, self.transport, pinned)
+        execution = Execution(self.recompute, arithmetic, self.transport, arguments)
         execution.run()
-        if "saved" in pins:
+        if "out_lse" in names:
             return self.collect(execution, q, k, v)
-        acc = execution.pinned("acc") if self.recomputed_rows else None
+        acc = execution.argument("partial") if self.recomputed_rows else None
         out = kept.out if acc is None else _joined(acc["out"], kept.out)
         lse = kept.lse if acc is None else _joined(acc["lse"], kept.lse)
-        kv = execution.pinned("kv_last") if "kv_last" in pins else {"k": k, "v": v}
+        kv = execution.argument("final_kv") if "final_kv" in names else {"k": k, "v": v}
         return out, SavedAttention(q, kv["k"], kv["v"], out, lse)
 
     def kept_of(self, saved: SavedAttention) -> KeptResults:
@@ -130,16 +130,16 @@ class AttentionRuntime:
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, D], what to save) after the forward pass ran."""
-        pins = self.forward.pins
-        query = execution.pinned("ring_q")["q"] if "ring_q" in pins else q
+        names = self.forward.arguments
+        query = execution.argument("ring_q")["q"] if "ring_q" in names else q
         kv: Fields = {"k": k, "v": v}
-        for name in ("ring_kv", "kv_last"):
-            kv = execution.pinned(name) if name in pins else kv
-        if "saved" in pins:
-            saved = execution.pinned("saved")
+        for name in ("ring_kv", "final_kv"):
+            kv = execution.argument(name) if name in names else kv
+        if "out_lse" in names:
+            saved = execution.argument("out_lse")
             kept = SavedAttention(query, kv["k"], kv["v"], saved["out"], saved["lse"])
-            return execution.pinned("out")["out"] if "out" in pins else saved["out"], kept
-        acc = execution.pinned("acc")
+            return execution.argument("out")["out"] if "out" in names else saved["out"], kept
+        acc = execution.argument("partial")
         out = acc["out"].to(q.dtype)
         return out, SavedAttention(query, kv["k"], kv["v"], out, acc["lse"])
 
@@ -158,23 +158,23 @@ class AttentionRuntime:
         stats          `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
         device         computes; None: where dout lies
         """
-        pins = self.backward.pins
+        names = self.backward.arguments
         kv = {"k": saved.k, "v": saved.v}
-        pinned: dict[str, Fields] = {name: kv for name in ("kv", "kv_last", "ring_kv") if name in pins}
+        arguments: dict[str, Fields] = {name: kv for name in ("kv", "final_kv", "ring_kv") if name in names}
         ring_dout = dout
-        if "dout" in pins:
-            pinned["dout"] = {"dout": dout}
-            pinned["saved"] = {"out": saved.out, "lse": saved.lse}
+        if "dout" in names:
+            arguments["dout"] = {"dout": dout}
+            arguments["out_lse"] = {"out": saved.out, "lse": saved.lse}
             ring_dout = self.empty(saved.q.shape, saved.q.dtype, device or dout.device)
-        pinned["qx"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
-        if self.backward.slots[self.backward.pinned("qx")].kind == Kind.QX:
+        arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
+        if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
             if stats is None and self.takes_stats:
                 stats = backward_stats(dout, saved.out, saved.lse)
             elif stats is None:  # after a head exchange the plan forms them
                 stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
-            pinned["qx"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
+            arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
         arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], device)
-        return Execution(self.backward, arithmetic, self.transport, pinned)
+        return Execution(self.backward, arithmetic, self.transport, arguments)
 
 
 class _Attention(torch.autograd.Function):
@@ -204,7 +204,7 @@ class _Attention(torch.autograd.Function):
         )
         execution.run()
         # Cast on the device, for the same reason.
-        dq, dkv = (execution.pinned(n)[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dkv"))
+        dq, dkv = (execution.argument(n)[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dkv"))
         return dq, dkv[:, 0], dkv[:, 1], None
 
 

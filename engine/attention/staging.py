@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.transport import Messenger, Parcel, Pending
+from engine.attention.transport import Messenger, P2POp, Pending
 from engine.planning.program.ops import Channel
 
 
@@ -20,21 +20,19 @@ class StagedMessenger:
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
 
-    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> list[list[Pending]]:
+    def start(self, channel: Channel, ops: Sequence[P2POp]) -> list[list[Pending]]:
         """All of it is done on return, as far as the current stream sees."""
         staged = [
-            parcel._replace(
-                tensors=tuple(
-                    x.cpu() if parcel.op == "send" else torch.empty_like(x, device="cpu") for x in parcel.tensors
-                )
+            op._replace(
+                tensors=tuple(x.cpu() if op.op == "send" else torch.empty_like(x, device="cpu") for x in op.tensors)
             )
-            for parcel in parcels
+            for op in ops
         ]
         for pending in self._messenger.start(channel, staged):
             for work in pending:
                 work.wait()
-        for parcel, host in zip(parcels, staged, strict=True):
-            if parcel.op == "recv":
-                for target, source in zip(parcel.tensors, host.tensors, strict=True):
+        for op, host in zip(ops, staged, strict=True):
+            if op.op == "recv":
+                for target, source in zip(op.tensors, host.tensors, strict=True):
                     target.copy_(source)
-        return [[] for _ in parcels]
+        return [[] for _ in ops]

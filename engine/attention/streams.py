@@ -5,8 +5,8 @@
 
 At `post` the compute stream records R: every local op and tile that wrote what is sent, and every one that read what
 will be overwritten, lies before it. Each channel stream used waits for R, runs all transfers of the channel and step
-as one group and records D, the event of all these messages. At `wait` the compute stream waits for D. So a slot may be
-written, sent, received into and read by the plan's rules alone (`engine.planning.program.ops`), and a store
+as one group and records D, the event of all these messages. At `wait` the compute stream waits for D. So a buffer may
+be written, sent, received into and read by the plan's rules alone (`engine.planning.program.ops`), and a store
 followed by a load of the same host rows is ordered because the plan waits for the store first and R of the load comes
 after.
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.stream_times import StreamClock, TransferTimes
-from engine.attention.transport import Messenger, Meter, Parcel, Transport, by_channel
+from engine.attention.transport import Messenger, Meter, P2POp, Transport, by_channel
 from engine.planning.program.ops import HOST_CHANNELS, Channel
 
 Event = TypeVar("Event")
@@ -141,25 +141,25 @@ class StreamTransport(Transport, Generic[Event]):
         self.copies = TransferTimes(clock)
         self.messages = TransferTimes(clock)
         self._done: dict[int, tuple[Event, TransferTimes[Event]]] = {}
-        self._held: dict[int, Parcel] = {}  # tensors in flight
+        self._held: dict[int, P2POp] = {}  # tensors in flight
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
+    def post(self, ops: Sequence[P2POp]) -> None:
         """Start the transfers after what the compute stream has been given so far."""
-        for parcel in parcels:
-            if parcel.message in self._done:
+        for op in ops:
+            if op.tag in self._done:
                 self.settle()  # an earlier run broke off: the numbers begin anew
-            self.meter.count(parcel)
-            self._held[parcel.message] = parcel
+            self.meter.count(op)
+            self._held[op.tag] = op
         ready = self._streams.record(None)
-        for channel, members in by_channel(parcels).items():
+        for channel, members in by_channel(ops).items():
             self._streams.hold(channel, ready)
             times = self.copies if channel in HOST_CHANNELS else self.messages
-            size = sum(parcel.num_bytes for parcel in members) if times.on else 0
+            size = sum(op.num_bytes for op in members) if times.on else 0
             with self._streams.under(channel), times.transfer(channel, size):
                 self._start(channel, members)
             done = self._streams.record(channel), times
-            for parcel in members:
-                self._done[parcel.message] = done
+            for op in members:
+                self._done[op.tag] = done
 
     def wait(self, messages: Sequence[int]) -> None:
         """Hold the compute stream until the messages' batches are done."""
@@ -177,13 +177,13 @@ class StreamTransport(Transport, Generic[Event]):
         self.wait(tuple(self._done))
         self._held.clear()
 
-    def _start(self, channel: Channel, parcels: Sequence[Parcel]) -> None:
+    def _start(self, channel: Channel, ops: Sequence[P2POp]) -> None:
         if channel in HOST_CHANNELS:
-            for parcel in parcels:
-                for source, target in zip(parcel.tensors, parcel.into, strict=True):
+            for op in ops:
+                for source, target in zip(op.tensors, op.into, strict=True):
                     self._streams.copy(source, target)
             return
-        assert self._messenger is not None, (channel, parcels)
-        for works in self._messenger.start(channel, parcels):
+        assert self._messenger is not None, (channel, ops)
+        for works in self._messenger.start(channel, ops):
             for work in works:
                 work.wait()  # the channel stream waits, not the host

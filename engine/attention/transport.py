@@ -23,13 +23,13 @@ from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 
 
-class Parcel(NamedTuple):
+class P2POp(NamedTuple):
     """One end of a message: its number, direction, channel, the other rank of the group and the tensors to move.
 
     load and store copy `tensors` to `into` on one rank, between host and device memory; `peer` is the rank itself.
     """
 
-    message: int
+    tag: int
     op: Literal["send", "recv", "load", "store"]
     channel: Channel
     peer: int
@@ -61,16 +61,16 @@ class Meter:
         """Start counting from zero."""
         self._intra = self._inter = self._host = 0
 
-    def count(self, parcel: Parcel) -> None:
+    def count(self, op: P2POp) -> None:
         """Add one end of a message; the receiving end counts nothing."""
-        if parcel.op == "recv":
+        if op.op == "recv":
             return
-        if parcel.op != "send":
-            self._host += parcel.num_bytes
-        elif self._same_node[parcel.peer]:
-            self._intra += parcel.num_bytes
+        if op.op != "send":
+            self._host += op.num_bytes
+        elif self._same_node[op.peer]:
+            self._intra += op.num_bytes
         else:
-            self._inter += parcel.num_bytes
+            self._inter += op.num_bytes
 
 
 class Transport(ABC):
@@ -87,7 +87,7 @@ class Transport(ABC):
         self.waits = WaitClock()
 
     @abstractmethod
-    def post(self, parcels: Sequence[Parcel]) -> None:
+    def post(self, ops: Sequence[P2POp]) -> None:
         """Start all messages of a step; returns at once."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class SilentTransport(Transport):
     def __init__(self) -> None:
         super().__init__(Meter(Topology(1, 1), 0))
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
+    def post(self, ops: Sequence[P2POp]) -> None:
         """Nothing starts."""
 
     def wait(self, messages: Sequence[int]) -> None:
@@ -113,8 +113,8 @@ class SilentTransport(Transport):
 class Messenger(Protocol):
     """Starts the messages of one channel."""
 
-    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> Sequence[Sequence[Pending]]:
-        """For every parcel what to wait for; all of them belong to one step and start together."""
+    def start(self, channel: Channel, ops: Sequence[P2POp]) -> Sequence[Sequence[Pending]]:
+        """For every op what to wait for; all of them belong to one step and start together."""
 
 
 class Pending(Protocol):
@@ -134,18 +134,18 @@ class GroupMessenger:
         self._groups = dict(groups)
         self._ranks = tuple(ranks)
 
-    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> list[list[dist.Work]]:
+    def start(self, channel: Channel, ops: Sequence[P2POp]) -> list[list[dist.Work]]:
         """One batch; NCCL returns one work for all of it, gloo one per tensor."""
         group = self._groups[channel]
-        ops = []
-        for parcel in parcels:
-            call = dist.isend if parcel.op == "send" else dist.irecv
-            ops += [dist.P2POp(call, tensor, self._ranks[parcel.peer], group) for tensor in parcel.tensors]
-        works = dist.batch_isend_irecv(ops)
-        if len(works) != len(ops):
-            return [works for _ in parcels]
+        batch = []
+        for op in ops:
+            call = dist.isend if op.op == "send" else dist.irecv
+            batch += [dist.P2POp(call, tensor, self._ranks[op.peer], group) for tensor in op.tensors]
+        works = dist.batch_isend_irecv(batch)
+        if len(works) != len(batch):
+            return [works for _ in ops]
         each = iter(works)
-        return [[next(each) for _ in parcel.tensors] for parcel in parcels]
+        return [[next(each) for _ in op.tensors] for op in ops]
 
 
 class DistributedTransport(Transport):
@@ -162,17 +162,17 @@ class DistributedTransport(Transport):
         self._ranks = tuple(ranks)
         self._works: dict[int, tuple[str, int, list[dist.Work]]] = {}
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
+    def post(self, ops: Sequence[P2POp]) -> None:
         """Start the messages, those of one channel in one batch; copies are made at once."""
-        for channel, members in by_channel(parcels).items():
-            for parcel in members:
-                self.meter.count(parcel)
+        for channel, members in by_channel(ops).items():
+            for op in members:
+                self.meter.count(op)
             if channel in HOST_CHANNELS:
-                for parcel in members:
-                    _copy(parcel)
+                for op in members:
+                    _copy(op)
                 continue
-            for parcel, works in zip(members, self._messenger.start(channel, members), strict=True):
-                self._works[parcel.message] = parcel.op, parcel.peer, works
+            for op, works in zip(members, self._messenger.start(channel, members), strict=True):
+                self._works[op.tag] = op.op, op.peer, works
 
     def wait(self, messages: Sequence[int]) -> None:
         """Wait for each message's tensors."""
@@ -186,21 +186,21 @@ class DistributedTransport(Transport):
             self.waits.end()
 
 
-def _copy(parcel: Parcel) -> None:
-    for source, target in zip(parcel.tensors, parcel.into, strict=True):
+def _copy(op: P2POp) -> None:
+    for source, target in zip(op.tensors, op.into, strict=True):
         target.copy_(source)
 
 
-def by_channel(parcels: Sequence[Parcel]) -> dict[Channel, list[Parcel]]:
-    """The parcels of every channel, in the given order; channels in the order of their definition.
+def by_channel(ops: Sequence[P2POp]) -> dict[Channel, list[P2POp]]:
+    """The ops of every channel, in the given order; channels in the order of their definition.
 
     All ranks then start their batches in the same order, by step and channel. Where a device runs the batches of
     several channels one after the other (few hardware queues, all multiprocessors taken), another order could leave
     two ranks waiting for each other.
     """
-    found: dict[Channel, list[Parcel]] = {}
-    for parcel in parcels:
-        found.setdefault(parcel.channel, []).append(parcel)
+    found: dict[Channel, list[P2POp]] = {}
+    for op in ops:
+        found.setdefault(op.channel, []).append(op)
     return found if len(found) == 1 else {channel: found[channel] for channel in sorted(found, key=_PLACE.__getitem__)}
 
 

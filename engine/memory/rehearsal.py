@@ -36,11 +36,11 @@ def rehearsed(plan: RankPlan) -> RankPlan:
     ops = [op for step in plan.steps for op in (*step.pre, *step.after)]
 
     def op_kind(op: LocalOp) -> Hashable:
-        ends = [plan.slots[view.slot] for view in (op.dst, op.src) if view is not None]
-        return (op.op, *((slot.kind, slot.heads, slot.where) for slot in ends))
+        ends = [plan.buffers[view.buffer] for view in (op.dst, op.src) if view is not None]
+        return (op.op, *((buffer.kind, buffer.heads, buffer.where) for buffer in ends))
 
     def tile_kind(tile: Tile) -> Hashable:  # a general band needs a bias
-        return plan.slots[tile.q.slot].heads, tile.acc_kv is None, tile.band.kind
+        return plan.buffers[tile.q.buffer].heads, tile.kv_sums is None, tile.band.kind
 
     chosen = _largest(ops, op_kind, lambda op: op.dst.stop - op.dst.start)
     # A tile's temporaries are those of its queries and of its keys.

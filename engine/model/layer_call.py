@@ -113,7 +113,7 @@ class LayerCall:
 
     def own_out(self, hidden: Tensor, kept: dict[str, Tensor]) -> Tensor:
         """Attention's out of the own rows under a policy that keeps it all; after a head exchange it lies elsewhere."""
-        exchanged = self.runtime.recompute is not None and "out" in self.runtime.recompute.pins
+        exchanged = self.runtime.recompute is not None and "out" in self.runtime.recompute.arguments
         return self.attended(hidden, kept)[0] if exchanged else kept["out"]
 
     def backpropagate(
@@ -129,7 +129,7 @@ class LayerCall:
         dx, execution = self._through_finish(hidden, attended, dy, sums, kv_heads)
         del attended  # attention's backward pass needs less than all that was made again
         execution.run()
-        dq, dkv = execution.pinned("dq")["dq"], execution.pinned("dkv")["dkv"]
+        dq, dkv = execution.argument("dq")["dq"], execution.argument("dkv")["dkv"]
         for rows in self.tiles(hidden):
             x_rows, projected = graph or self._graph_of_project(hidden, rows, values=False)
             dq_rows, dkv_rows = (fetched(x[rows], self.device).to(hidden.dtype) for x in (dq, dkv))

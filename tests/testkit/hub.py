@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.executor import Execution
-from engine.attention.transport import Parcel
+from engine.attention.transport import P2POp
 from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import LinkBytes
 
@@ -62,17 +62,17 @@ class Hub:
                 raise PlanError(f"message {number}: one end waits at a step at which the other does not")
             self._copy(number, message)
 
-    def posted(self, rank: int, parcel: Parcel) -> None:
+    def posted(self, rank: int, op: P2POp) -> None:
         """Register one end."""
-        message = self._messages.setdefault(parcel.message, _Message())
-        if parcel.op == "send":
-            self._register_send(rank, parcel, message)
-        elif parcel.op == "recv":
-            self._register_target(parcel.message, parcel.tensors, message)
+        message = self._messages.setdefault(op.tag, _Message())
+        if op.op == "send":
+            self._register_send(rank, op, message)
+        elif op.op == "recv":
+            self._register_target(op.tag, op.tensors, message)
         else:
-            self._register_copy(rank, parcel, message)
+            self._register_copy(rank, op, message)
         if not self.late and message.source is not None and message.target is not None:
-            self._copy(parcel.message, message)
+            self._copy(op.tag, message)
 
     def waited(self, number: int) -> None:
         """Register that one end waits for a message."""
@@ -80,12 +80,12 @@ class Hub:
             raise PlanError(f"message {number} is waited for before it is posted")
         self._messages[number].waits += 1
 
-    def _register_send(self, rank: int, parcel: Parcel, message: _Message) -> None:
+    def _register_send(self, rank: int, op: P2POp, message: _Message) -> None:
         if message.source is not None:
-            raise PlanError(f"message {parcel.message} is sent twice")
-        message.source = parcel.tensors
-        size = parcel.num_bytes
-        same = self.topology.same_node(rank, parcel.peer)
+            raise PlanError(f"message {op.tag} is sent twice")
+        message.source = op.tensors
+        size = op.num_bytes
+        same = self.topology.same_node(rank, op.peer)
         sent = self.sent[rank]
         intra, inter = sent.intra_bytes + size * same, sent.inter_bytes + size * (not same)
         self.sent[rank] = sent._replace(intra_bytes=intra, inter_bytes=inter)
@@ -97,13 +97,13 @@ class Hub:
         for tensor in tensors:
             poison(tensor)
 
-    def _register_copy(self, rank: int, parcel: Parcel, message: _Message) -> None:
+    def _register_copy(self, rank: int, op: P2POp, message: _Message) -> None:
         if message.source is not None:
-            raise PlanError(f"message {parcel.message} is copied twice")
-        message.source, message.ends = parcel.tensors, 1
-        self._register_target(parcel.message, parcel.into, message)
+            raise PlanError(f"message {op.tag} is copied twice")
+        message.source, message.ends = op.tensors, 1
+        self._register_target(op.tag, op.into, message)
         sent = self.sent[rank]
-        self.sent[rank] = sent._replace(host_bytes=sent.host_bytes + parcel.num_bytes)
+        self.sent[rank] = sent._replace(host_bytes=sent.host_bytes + op.num_bytes)
 
     def _copy(self, number: int, message: _Message) -> None:
         if message.delivered:
@@ -124,10 +124,10 @@ class HubTransport:
         self._hub = hub
         self._rank = rank
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        """Register the parcels with the hub."""
-        for parcel in parcels:
-            self._hub.posted(self._rank, parcel)
+    def post(self, ops: Sequence[P2POp]) -> None:
+        """Register the ops with the hub."""
+        for op in ops:
+            self._hub.posted(self._rank, op)
 
     def wait(self, messages: Sequence[int]) -> None:
         """Register the waits; bytes arrive when the lockstep driver calls `Hub.deliver`."""

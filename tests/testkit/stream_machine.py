@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.executor import Fields, Operand
-from engine.attention.transport import Parcel
-from engine.planning.program.ops import HOST_CHANNELS, Channel, Slot, Tile
+from engine.attention.transport import P2POp
+from engine.planning.program.ops import HOST_CHANNELS, Buffer, Channel, Tile
 from testkit.hub import poison
 
 StreamName = tuple[int, str | None]
@@ -234,18 +234,18 @@ class Network:
     def messenger(self, rank: int) -> NetworkMessenger:
         return NetworkMessenger(self, rank)
 
-    def end(self, channel: Channel, rank: int, parcel: Parcel) -> Moving:
+    def end(self, channel: Channel, rank: int, op: P2POp) -> Moving:
         """The message of this end, made by whichever end comes first."""
-        send = parcel.op == "send"
-        pair = (channel, rank, parcel.peer) if send else (channel, parcel.peer, rank)
+        send = op.op == "send"
+        pair = (channel, rank, op.peer) if send else (channel, op.peer, rank)
         mine, others = (self._sends, self._receives) if send else (self._receives, self._sends)
         count = len(mine[pair])
         message = others[pair][count] if count < len(others[pair]) else Moving()
         mine[pair].append(message)
         if send:
-            message.source = parcel.tensors
+            message.source = op.tensors
         else:
-            message.target = parcel.tensors
+            message.target = op.tensors
         return message
 
 
@@ -256,19 +256,19 @@ class NetworkMessenger:
         self._network = network
         self._rank = rank
 
-    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> list[list[Work]]:
+    def start(self, channel: Channel, ops: Sequence[P2POp]) -> list[list[Work]]:
         assert channel not in HOST_CHANNELS
         machine = self._network.machine
         current = (self._rank, machine.current[self._rank])
         own = (self._rank, "nccl" if self._network.one_queue else f"nccl {channel}")
         machine.hold(own, machine.record(current))
-        accesses = [a for p in parcels for a in access(p.tensors, writes=p.op == "recv")]
-        received = [t for p in parcels if p.op == "recv" for t in p.tensors]
-        what = f"{channel}: " + ", ".join(f"{p.op} {p.message}" for p in parcels)
+        accesses = [a for p in ops for a in access(p.tensors, writes=p.op == "recv")]
+        received = [t for p in ops if p.op == "recv" for t in p.tensors]
+        what = f"{channel}: " + ", ".join(f"{p.op} {p.tag}" for p in ops)
         op = machine.enqueue(own, what, accesses, lambda: [poison(t) for t in received])
-        op.messages = [self._network.end(channel, self._rank, parcel) for parcel in parcels]
+        op.messages = [self._network.end(channel, self._rank, op) for op in ops]
         work = Work(machine, self._rank, machine.record(own))
-        return [[work] for _ in parcels]
+        return [[work] for _ in ops]
 
 
 @dataclass
@@ -292,17 +292,17 @@ class DeferredArithmetic:
         self._stream = (rank, None)
         self._late: list = []  # what the last tile adds to after the tile
 
-    def allocate(self, slot: Slot) -> Fields:
-        return self._inner.allocate(slot)
+    def allocate(self, buffer: Buffer) -> Fields:
+        return self._inner.allocate(buffer)
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         accesses = [
             a
             for name, tensors in fields.items()
-            for a in access(list(tensors.values()), writes=name in ("acc", "acc_kv"))
+            for a in access(list(tensors.values()), writes=name in ("sums", "kv_sums"))
         ]
         self._machine.enqueue(self._stream, f"tile {tile}", accesses, lambda: self._inner.run_tile(tile, fields))
-        self._late = list(fields.get("acc_kv", {}).values())
+        self._late = list(fields.get("kv_sums", {}).values())
 
     def finish_step(self) -> None:
         self._machine.enqueue(self._stream, "rest", access(self._late, writes=True), self._inner.finish_step)
@@ -313,8 +313,8 @@ class DeferredArithmetic:
         accesses += access(list(src.fields.values()), writes=False) if src else []
         self._machine.enqueue(self._stream, op, accesses, lambda: self._inner.run_op(op, dst, src))
 
-    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
-        return self._inner.wire_fields(slot, fields)
+    def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
+        return self._inner.wire_fields(buffer, fields)
 
     def release(self) -> None:
         self._inner.release()

@@ -46,10 +46,13 @@ def _attention_bytes(layer: LayerAttention, blocks: Blocks, model: ModelConfig, 
     token = TokenBytes(model.num_heads, model.num_kv_heads, model.head_dim)
     plans = plan_method(layer.method, layer.mask, blocks)
     passes = [
-        [sum(slot.rows * token.of(slot.kind, slot.heads) for slot in plan.ranks[rank].slots) for rank in plan.ranks]
+        [
+            sum(buffer.rows * token.of(buffer.kind, buffer.heads) for buffer in plan.ranks[rank].buffers)
+            for rank in plan.ranks
+        ]
         for plan in (plans.forward, plans.backward)
     ]
-    results = model.num_layers * token.of(Kind.SAVED)
+    results = model.num_layers * token.of(Kind.OUT_LSE)
     return [max(sizes) + rows * results for *sizes, rows in zip(*passes, kept, strict=True)]
 
 

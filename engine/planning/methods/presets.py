@@ -118,7 +118,7 @@ def circulation_reason(config: RunConfig, circulates: Circulated, deferred: int 
     row = TokenBytes(
         model.num_heads, model.num_kv_heads, model.head_dim, BYTES_OF[train.compute_dtype], wire_gradient_bytes=wire
     )
-    kv, q = row.of(Kind.KV) + row.of(Kind.DKV_WIRE), row.of(Kind.QX) + row.of(Kind.DQ_WIRE)
+    kv, q = row.of(Kind.KV) + row.of(Kind.DKV_WIRE), row.of(Kind.Q_DOUT_STATS) + row.of(Kind.DQ_WIRE)
     group = model.num_heads // model.num_kv_heads
     heads = "multi-head attention" if group == 1 else f"grouped-query attention with {group} query heads per kv head"
     tiles = f", {deferred} local tiles deferred" if deferred else ""

@@ -15,7 +15,7 @@ from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
-from engine.planning.program.ops import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
+from engine.planning.program.ops import AttentionPlan, Buffer, Kind, LinkBytes, RankPlan, TokenBytes
 from engine.planning.schedules.plan import plan_method, token_bytes_of
 from engine.planning.time.costs import query_heads
 from engine.planning.time.machine import Machine
@@ -29,7 +29,7 @@ MOST_RANKS_PLANNED = 32
 
 
 class Buffers(NamedTuple):
-    """Buffers of one rank for the same thing; `pinned` ones are inputs and outputs.
+    """Buffers of one rank for the same thing; `is_argument`: inputs and outputs of the plan.
 
     `head_parts`: each holds one of so many parts of the heads; 1: all heads.
     """
@@ -37,8 +37,8 @@ class Buffers(NamedTuple):
     kind: str
     head_parts: int
     where: Store
-    pinned: bool
-    slots: int
+    is_argument: bool
+    buffers: int
     rows: int
     size_bytes: int
 
@@ -54,9 +54,9 @@ class RankPreview:
     sent: LinkBytes
     buffers: tuple[Buffers, ...]
 
-    def buffer_bytes(self, where: Store, *, pinned: bool | None = None) -> int:
+    def buffer_bytes(self, where: Store, *, is_argument: bool | None = None) -> int:
         """Bytes of the buffers in one memory; all of them, or only inputs and outputs, or only the others."""
-        return sum(b.size_bytes for b in self.buffers if b.where == where and pinned in (None, b.pinned))
+        return sum(b.size_bytes for b in self.buffers if b.where == where and is_argument in (None, b.is_argument))
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,10 @@ class PassPreview:
         """Plain values for JSON; `buffers` are those of the rank that needs most device memory."""
         largest = self.largest_buffers
         memory = {
-            where: {"bytes": largest.buffer_bytes(where), "pinned_bytes": largest.buffer_bytes(where, pinned=True)}
+            where: {
+                "bytes": largest.buffer_bytes(where),
+                "argument_bytes": largest.buffer_bytes(where, is_argument=True),
+            }
             for where in ("device", "host")
         }
         return {
@@ -286,7 +289,7 @@ def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tup
 
 def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:
     tiles = list(plan.tiles())
-    pairs = sum(tile.band.area() * query_heads(plan.slots[tile.q.slot], token_bytes) for tile in tiles)
+    pairs = sum(tile.band.area() * query_heads(plan.buffers[tile.q.buffer], token_bytes) for tile in tiles)
     return RankPreview(
         rank=plan.rank,
         steps=len(plan.steps),
@@ -299,20 +302,20 @@ def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> R
 
 def _buffers(plan: RankPlan, token_bytes: TokenBytes) -> tuple[Buffers, ...]:
     """Slots of one kind, share of heads, memory and use together, in order of appearance."""
-    groups: defaultdict[tuple[Kind, int, Store, bool], list[Slot]] = defaultdict(list)
-    for slot in plan.slots:
-        groups[slot.kind, slot.heads.count, slot.where, slot.pin is not None].append(slot)
+    groups: defaultdict[tuple[Kind, int, Store, bool], list[Buffer]] = defaultdict(list)
+    for buffer in plan.buffers:
+        groups[buffer.kind, buffer.heads.count, buffer.where, buffer.argument is not None].append(buffer)
     return tuple(
         Buffers(
             kind=kind.value,
             head_parts=head_parts,
             where=where,
-            pinned=pinned,
-            slots=len(slots),
-            rows=sum(slot.rows for slot in slots),
-            size_bytes=sum(slot.rows * token_bytes.of(slot.kind, slot.heads) for slot in slots),
+            is_argument=is_argument,
+            buffers=len(buffers),
+            rows=sum(buffer.rows for buffer in buffers),
+            size_bytes=sum(buffer.rows * token_bytes.of(buffer.kind, buffer.heads) for buffer in buffers),
         )
-        for (kind, head_parts, where, pinned), slots in groups.items()
+        for (kind, head_parts, where, is_argument), buffers in groups.items()
     )
 
 

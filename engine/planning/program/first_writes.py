@@ -13,16 +13,16 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.program.ops import Kind, LocalOp, OpName, Slot, Step, Tile, View
+from engine.planning.program.ops import Buffer, Kind, LocalOp, OpName, Step, Tile, View
 
 Flags = npt.NDArray[np.bool_]
 
-SUMS = frozenset({Kind.ACC, Kind.DQ, Kind.DKV})
+SUMS = frozenset({Kind.PARTIAL, Kind.DQ, Kind.DKV})
 
 
-def store_first(steps: Iterable[Step], slots: Sequence[Slot]) -> tuple[Step, ...]:
-    """The same steps with what sums start from; `slots` by the number that views have."""
-    rows = _FreshRows(slots)
+def store_first(steps: Iterable[Step], buffers: Sequence[Buffer]) -> tuple[Step, ...]:
+    """The same steps with what sums start from; `buffers` by the number that views have."""
+    rows = _FreshRows(buffers)
     changed = list(map(rows.step, steps))
     if rest := list(rows.results()):
         first, *others = changed or [Step(0)]
@@ -33,9 +33,9 @@ def store_first(steps: Iterable[Step], slots: Sequence[Slot]) -> tuple[Step, ...
 class _FreshRows:
     """Which rows of sums nothing has written yet."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._sums = {number for number, slot in enumerate(slots) if slot.kind in SUMS}  # with fresh rows
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._slots = buffers
+        self._sums = {number for number, buffer in enumerate(buffers) if buffer.kind in SUMS}  # with fresh rows
         self._fresh: dict[int, Flags] = {}  # of those that were touched
 
     def step(self, step: Step) -> Step:
@@ -48,9 +48,9 @@ class _FreshRows:
                 self._write(transfer.view)
         tiles = []
         for tile in step.tiles:
-            stores, stores_kv = self._takes(tile.acc), tile.acc_kv is not None and self._takes(tile.acc_kv)
-            pre += () if stores else self._read(tile.acc)
-            pre += self._read(tile.acc_kv) if tile.acc_kv and not stores_kv else ()
+            stores, stores_kv = self._takes(tile.sums), tile.kv_sums is not None and self._takes(tile.kv_sums)
+            pre += () if stores else self._read(tile.sums)
+            pre += self._read(tile.kv_sums) if tile.kv_sums and not stores_kv else ()
             tiles.append(Tile(*tile[:5], stores, stores_kv) if stores or stores_kv else tile)
         after = [found for op in step.after for found in self._op(op)]
         return Step(step.index, tuple(pre), step.post, tuple(tiles), step.wait, tuple(after))
@@ -58,9 +58,9 @@ class _FreshRows:
     def results(self) -> Iterator[LocalOp]:
         """What makes results of which nothing reached some rows."""
         for number in sorted(self._sums):
-            slot = self._slots[number]
-            if slot.pin is not None and slot.where == "device":
-                yield from self._read(View(number, 0, slot.rows))
+            buffer = self._slots[number]
+            if buffer.argument is not None and buffer.where == "device":
+                yield from self._read(View(number, 0, buffer.rows))
 
     def _op(self, op: LocalOp) -> Iterable[LocalOp]:
         """An op behind what it needs; an addition to fresh rows is a copy."""
@@ -70,7 +70,7 @@ class _FreshRows:
         if op.op != "add":
             self._write(dst)
             return (*before, op)
-        if self._slots[dst.slot].heads != self._slots[src.slot].heads:
+        if self._slots[dst.buffer].heads != self._slots[src.buffer].heads:
             return (*before, *self._read(dst), op)
         fresh = self._write(dst)
         if fresh is None:
@@ -80,7 +80,7 @@ class _FreshRows:
 
     def _takes(self, view: View) -> bool:
         """Whether all rows are fresh, and so may be written."""
-        return view.slot in self._sums and bool(self._rows(view).all()) and self._write(view) is not None
+        return view.buffer in self._sums and bool(self._rows(view).all()) and self._write(view) is not None
 
     def _read(self, view: View) -> Iterable[LocalOp]:
         """What makes fresh rows readable."""
@@ -88,20 +88,20 @@ class _FreshRows:
         return () if fresh is None else [LocalOp(what, _part(view, *run)) for what, *run in _runs(fresh, "init")]
 
     def _write(self, view: View) -> Flags | None:
-        """Which rows were fresh, if the slot has such; none is from now on."""
-        if view.slot not in self._sums:
+        """Which rows were fresh, if the buffer has such; none is from now on."""
+        if view.buffer not in self._sums:
             return None
         rows = self._rows(view)
         fresh = rows.copy()
         rows[:] = False
-        if not self._fresh[view.slot].any():
-            self._sums.discard(view.slot)
+        if not self._fresh[view.buffer].any():
+            self._sums.discard(view.buffer)
         return fresh
 
     def _rows(self, view: View) -> Flags:
-        if view.slot not in self._fresh:
-            self._fresh[view.slot] = np.ones(self._slots[view.slot].rows, dtype=np.bool_)
-        return self._fresh[view.slot][view.start : view.stop]
+        if view.buffer not in self._fresh:
+            self._fresh[view.buffer] = np.ones(self._slots[view.buffer].rows, dtype=np.bool_)
+        return self._fresh[view.buffer][view.start : view.stop]
 
 
 def _runs(flags: Flags, what: OpName) -> Iterator[tuple[OpName, int, int]]:
@@ -113,4 +113,4 @@ def _runs(flags: Flags, what: OpName) -> Iterator[tuple[OpName, int, int]]:
 
 
 def _part(view: View, start: int, stop: int) -> View:
-    return View(view.slot, view.start + start, view.start + stop)
+    return View(view.buffer, view.start + start, view.start + stop)

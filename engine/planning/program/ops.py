@@ -6,7 +6,7 @@ Every step runs in the same order on every rank:
 
 A message is one object with two ends: both ends post it at one step and wait for it at one later-or-equal step, so no
 schedule made of messages can deadlock. On every channel waits come in post order (a channel is a FIFO: one
-communicator, one stream). A slot is reused only strictly after its last use; see `engine.planning.program.buffers`.
+communicator, one stream). A buffer is reused only strictly after its last use; see `engine.planning.program.buffers`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ OpName = Literal["init", "add", "copy", "stats"]
 
 
 class Kind(StrEnum):
-    """What one row (token) of a slot holds."""
+    """What one row (token) of a buffer holds."""
 
     Q = "q"  # query
     KV = "kv"  # key and value
-    ACC = "acc"  # running out and lse, fp32
-    QX = "qx"  # query, dout and (lse, surrogate scale): of queries that travel
-    QO = "qo"  # query, dout, out and lse: of queries that stay, and take `out` itself
+    PARTIAL = "partial"  # running out and lse, fp32
+    Q_DOUT_STATS = "q_dout_stats"  # query, dout and (lse, surrogate scale): of queries that travel
+    Q_DOUT_OUT = "q_dout_out"  # query, dout, out and lse: of queries that stay, and take `out` itself
     DQ = "dq"  # gradient of q, fp32
     DKV = "dkv"  # gradients of k and v, fp32
     DQ_WIRE = "dq_wire"  # gradient of q in the wire's dtype
     DKV_WIRE = "dkv_wire"  # gradients of k and v in the wire's dtype
-    SAVED = "saved"  # out in the compute dtype and lse: what forward leaves for backward
+    OUT_LSE = "out_lse"  # out in the compute dtype and lse: what forward leaves for backward
     OUT = "out"  # out in the compute dtype
     DOUT = "dout"  # gradient of out, compute dtype
     DQ_CAST = "dq_cast"  # complete gradient of q in the compute dtype
@@ -74,18 +74,18 @@ class Field(NamedTuple):
 _Q, _OUT, _DOUT, _LSE = Field("q"), Field("out"), Field("dout"), Field("lse", ("heads",), "sum")
 _DKV_SHAPE = (2, "heads", "dim")
 
-# What a slot of each kind holds, and a message of it carries, in this order.
+# What a buffer of each kind holds, and a message of it carries, in this order.
 FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.Q: (_Q,),
     Kind.KV: (Field("k"), Field("v")),
-    Kind.ACC: (Field("out", dtype="sum"), _LSE),
-    Kind.QX: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
-    Kind.QO: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
+    Kind.PARTIAL: (Field("out", dtype="sum"), _LSE),
+    Kind.Q_DOUT_STATS: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
+    Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
     Kind.DQ: (Field("dq", dtype="sum"),),
     Kind.DKV: (Field("dkv", _DKV_SHAPE, "sum"),),
     Kind.DQ_WIRE: (Field("dq", dtype="wire"),),
     Kind.DKV_WIRE: (Field("dkv", _DKV_SHAPE, "wire"),),
-    Kind.SAVED: (_OUT, _LSE),
+    Kind.OUT_LSE: (_OUT, _LSE),
     Kind.OUT: (_OUT,),
     Kind.DOUT: (_DOUT,),
     Kind.DQ_CAST: (Field("dq"),),
@@ -138,23 +138,23 @@ ALL_HEADS = HeadPart()
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs.
+class Buffer:
+    """A buffer of `rows` tokens; `argument` names an input or output of the plan that lives as long as the plan runs.
 
     `where`: device memory, or host memory (pinned pages, for a GPU).
     """
 
     kind: Kind
     rows: int
-    pin: str | None = None
+    argument: str | None = None
     heads: HeadPart = ALL_HEADS
     where: Store = "device"
 
 
 class View(NamedTuple):
-    """Rows [start, stop) of a slot."""
+    """Rows [start, stop) of a buffer."""
 
-    slot: int
+    buffer: int
     start: int
     stop: int
 
@@ -162,27 +162,27 @@ class View(NamedTuple):
 class Tile(NamedTuple):
     """One kernel call: `q` against `kv`, of which the rows see what `band` says; it counts both from 0.
 
-    Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV). Where it is the
-    first to do so it `stores` instead: these rows hold nothing yet.
+    Forward merges into `sums` (kind PARTIAL). Backward adds to `sums` (kind DQ) and `kv_sums` (kind DKV). Where it is
+    the first to do so it `stores` instead: these rows hold nothing yet.
     """
 
     q: View
     kv: View
-    acc: View
+    sums: View
     band: Band
-    acc_kv: View | None = None
-    stores: bool = False  # to acc
-    stores_kv: bool = False  # to acc_kv
+    kv_sums: View | None = None
+    stores: bool = False  # to sums
+    stores_kv: bool = False  # to kv_sums
 
 
 class Transfer(NamedTuple):
-    """One end of a message; `message` is the same number at both ends.
+    """One end of a message; `tag` is the same number at both ends.
 
     load (host to device) and store (device to host) have one end: they read `source` and write `view`, and `peer` is
     the rank itself.
     """
 
-    message: int
+    tag: int
     op: Literal["send", "recv", "load", "store"]
     channel: Channel
     peer: int
@@ -191,14 +191,14 @@ class Transfer(NamedTuple):
 
 
 class LocalOp(NamedTuple):
-    """Work on one rank's buffers.
+    """RankPass on one rank's buffers.
 
     init   dst = 0, lse = -inf
     add    dst += src
     copy   dst = src, cast; fields that only one side has are left out
-    stats  dst (kind QX) gets lse and the surrogate scale from its own dout and src (kind SAVED)
+    stats  dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
 
-    add and copy between slots of different heads work on the heads of the narrower one.
+    add and copy between buffers of different heads work on the heads of the narrower one.
     """
 
     op: OpName
@@ -214,7 +214,7 @@ class Step:
     pre: tuple[LocalOp, ...] = ()
     post: tuple[Transfer, ...] = ()
     tiles: tuple[Tile, ...] = ()
-    wait: tuple[int, ...] = ()  # message numbers
+    wait: tuple[int, ...] = ()  # tags
     after: tuple[LocalOp, ...] = ()
 
 
@@ -223,7 +223,7 @@ class RankPlan:
     """Buffers and steps of one rank."""
 
     rank: int
-    slots: tuple[Slot, ...]
+    buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
 
     def transfers(self) -> Iterator[Transfer]:
@@ -237,19 +237,20 @@ class RankPlan:
             yield from step.tiles
 
     @property
-    def pins(self) -> frozenset[str]:
+    def arguments(self) -> frozenset[str]:
         """Names of the inputs and outputs."""
-        return frozenset(slot.pin for slot in self.slots if slot.pin is not None)
+        return frozenset(buffer.argument for buffer in self.buffers if buffer.argument is not None)
 
-    def pinned(self, name: str) -> int:
-        """Index of the slot pinned under `name`."""
-        return next(index for index, slot in enumerate(self.slots) if slot.pin == name)
+    def argument(self, name: str) -> int:
+        """Index of the buffer of argument `name`."""
+        return next(index for index, buffer in enumerate(self.buffers) if buffer.argument == name)
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that one token of each kind occupies on the wire, and in buffers of its own (a QO's out and lse are those
-    that forward left).
+    """Bytes that one token of each kind occupies on the wire, and in buffers of its own.
+
+    out and lse of a Q_DOUT_OUT are those that forward left, and take none.
     """
 
     num_heads: int
@@ -297,8 +298,8 @@ class AttentionPlan:
         for rank, plan in self.ranks.items():
             intra = inter = host = 0
             for transfer in plan.transfers():
-                view, slot = transfer.view, plan.slots[transfer.view.slot]
-                size = (view.stop - view.start) * token_bytes.of(slot.kind, slot.heads)
+                view, buffer = transfer.view, plan.buffers[transfer.view.buffer]
+                size = (view.stop - view.start) * token_bytes.of(buffer.kind, buffer.heads)
                 if transfer.op in ("load", "store"):
                     host += size
                 elif transfer.op == "send":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from engine.config.settings import Store
-from engine.planning.program.buffers import Home, Rows, Value, allocate, slot_of_value
+from engine.planning.program.buffers import BufferClass, Rows, Value, allocate, buffer_of_value
 from engine.planning.program.first_writes import store_first
 from engine.planning.program.ops import (
     ALL_HEADS,
@@ -77,10 +77,10 @@ class Program:
         return replace(self, spans=spans)
 
     def value(
-        self, kind: Kind, rows: Rows, pin: str | None = None, heads: HeadPart = ALL_HEADS, where: Store = "device"
+        self, kind: Kind, rows: Rows, argument: str | None = None, heads: HeadPart = ALL_HEADS, where: Store = "device"
     ) -> Value:
         """A new value of some rows of a block."""
-        made = Value(len(self._values), self.rank, Home(kind, heads, where), rows, pin)
+        made = Value(len(self._values), self.rank, BufferClass(kind, heads, where), rows, argument)
         self._values.append(made)
         return made
 
@@ -118,8 +118,8 @@ class Program:
     def tile(self, step: int, band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None = None) -> None:
         """Compute a band between queries and keys, add to their sums."""
         q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
-        acc_kv = kv_sums.view(k_rows) if kv_sums else None
-        self._steps[step].tiles.append(Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), acc_kv))
+        kv_view = kv_sums.view(k_rows) if kv_sums else None
+        self._steps[step].tiles.append(Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), kv_view))
 
     def before(
         self, step: int, op: OpName, dst: Value, src: Value, rows: Rows | None = None, from_rows: Rows | None = None
@@ -165,7 +165,7 @@ class Program:
             src, dst = (self.rank, transfer.peer) if transfer.op == "send" else (transfer.peer, self.rank)
             number = (counts[src, dst] * self.size + src) * self.size + dst
             counts[src, dst] += 1
-            self._steps[when.post].post.append(transfer._replace(message=number))
+            self._steps[when.post].post.append(transfer._replace(tag=number))
             self._steps[when.wait].wait.append(number)
 
     @property
@@ -180,7 +180,7 @@ class Program:
             Step(index[step], tuple(s.pre), tuple(s.post), tuple(s.tiles), tuple(s.wait), tuple(s.after))
             for step, s in sorted(self._steps.items())
         )
-        return allocate(self.rank, self._values, store_first(steps, list(map(slot_of_value, self._values))))
+        return allocate(self.rank, self._values, store_first(steps, list(map(buffer_of_value, self._values))))
 
 
 def plan_ranks(

@@ -48,7 +48,7 @@ def residencies(uses: Iterable[tuple[int, int]], lead: int) -> list[Residency]:
     return sorted(result, key=lambda stay: stay.first)
 
 
-class Resident:
+class ResidentChunks:
     """Values of chunks, by the step from which on each is on the device."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Chunks:
     store: Store
     lead: int
     asked: int | None = None
-    _pinned: dict[str, Value] = field(default_factory=dict)
+    _arguments: dict[str, Value] = field(default_factory=dict)
 
     @property
     def on_host(self) -> bool:
@@ -87,18 +87,18 @@ class Chunks:
 
     def rows_of(self, kind: Kind, rows: Rows) -> Rows:
         """Those of some rows that a value of a kind has: sums of out and lse only those that ask."""
-        if kind != Kind.ACC or self.asked is None:
+        if kind != Kind.PARTIAL or self.asked is None:
             return rows
         return Rows(min(rows.start, self.asked), min(rows.stop, self.asked))
 
-    def whole(self, kind: Kind, pin: str | None = None) -> Value:
-        """The whole block, where chunks are stored; that of a pin is made once."""
-        if pin in self._pinned:
-            return self._pinned[pin]
+    def whole(self, kind: Kind, argument: str | None = None) -> Value:
+        """The whole block, where chunks are stored; that of a argument is made once."""
+        if argument in self._arguments:
+            return self._arguments[argument]
         rows = self.rows_of(kind, Rows(0, self.rows[-1].stop))
-        value = self.program.value(kind, rows, pin, self.heads, self.store)
-        if pin is not None:
-            self._pinned[pin] = value
+        value = self.program.value(kind, rows, argument, self.heads, self.store)
+        if argument is not None:
+            self._arguments[argument] = value
         return value
 
     def part(self, kind: Kind, chunk: int) -> Value:
@@ -115,13 +115,13 @@ class Chunks:
 
     def read(
         self, planned: Iterable[Residency], whole: Value, fill: Fill | None = None, *, keep: bool = True
-    ) -> Resident:
+    ) -> ResidentChunks:
         """Bring chunks of an operand for their residencies.
 
         fill   makes a chunk where it is used first; without it the operand is given whole
         keep   what was filled is stored even if this pass does not need it again
         """
-        resident = Resident()
+        resident = ResidentChunks()
         for stay in planned:
             if stay.opens and fill:
                 value = self.part(whole.kind, stay.chunk) if self.on_host else whole
@@ -133,9 +133,9 @@ class Chunks:
             resident.add(stay, value)
         return resident
 
-    def sum(self, planned: Iterable[Residency], whole: Value, finish: Finish | None) -> Resident:
+    def sum(self, planned: Iterable[Residency], whole: Value, finish: Finish | None) -> ResidentChunks:
         """Bring chunks of a sum for their residencies, store them in between; `finish` takes a complete one."""
-        resident = Resident()
+        resident = ResidentChunks()
         for stay in planned:
             alone = self.on_host or (stay.opens and stay.closes and finish is not None)
             value = self.part(whole.kind, stay.chunk) if alone else whole

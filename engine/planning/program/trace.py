@@ -23,21 +23,21 @@ def trace(program: Program) -> Iterator[str]:
     values = program._values
 
     def name(view: View) -> str:
-        value = values[view.slot]
+        value = values[view.buffer]
         rows = f"[{value.rows.start + view.start}:{value.rows.start + view.stop}]"
-        owner = program.owners.get(view.slot)
+        owner = program.owners.get(view.buffer)
         return f"{value.kind}{'' if owner is None else owner}{rows}"
 
-    arrived = {transfer.view.slot for *_, transfer in program._transfers if transfer.op == "recv"}
+    arrived = {transfer.view.buffer for *_, transfer in program._transfers if transfer.op == "recv"}
 
     def op(item: LocalOp) -> str:
         source = "" if item.src is None else f" {name(item.src)}"
-        if item.src and item.src.slot in arrived:
+        if item.src and item.src.buffer in arrived:
             source = " what arrived"
         return f"{item.op:6}{name(item.dst)} {'+=' if item.op == 'add' else '='}{source}"
 
     def tile(item: Tile) -> str:
-        sums = name(item.acc) + (f", {name(item.acc_kv)}" if item.acc_kv else "")
+        sums = name(item.sums) + (f", {name(item.kv_sums)}" if item.kv_sums else "")
         return f"tile  {name(item.q)} x {name(item.kv)} {item.band.kind:6} -> {sums}"
 
     lines: dict[int, list[str]] = {}

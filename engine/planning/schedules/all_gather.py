@@ -10,22 +10,22 @@ from __future__ import annotations
 from engine.planning.program.buffers import Value
 from engine.planning.program.ops import Channel
 from engine.planning.program.program import When
-from engine.planning.schedules.rank_pass import Visit, Work
+from engine.planning.schedules.rank_pass import RankPass, RingStep
 
 
-def forward(work: Work) -> None:
+def forward(work: RankPass) -> None:
     """Own rows to every reader, and everybody's here."""
     for visit in work.visits():
         work.compute(visit, exchange(work, visit))
 
 
-def backward(work: Work) -> None:
+def backward(work: RankPass) -> None:
     """The same, and gradients straight home."""
     for visit in work.visits():
         send_straight(work, visit, exchange(work, visit))
 
 
-def exchange(work: Work, visit: Visit) -> Value | None:
+def exchange(work: RankPass, visit: RingStep) -> Value | None:
     """Send own rows to the rank that needs them at this step; the block that this rank works on."""
     if visit.owner == work.me:
         return work.payload
@@ -41,7 +41,7 @@ def exchange(work: Work, visit: Visit) -> Value | None:
     return work.recv(visit, work.needs(visit).rows_of(visit.stop), work.ranks[visit.owner], channel, when)
 
 
-def send_straight(work: Work, visit: Visit, block: Value | None) -> None:
+def send_straight(work: RankPass, visit: RingStep, block: Value | None) -> None:
     """Tiles; the gradients of the block go to its owner during the next one, and those of the own block come here."""
     sums = work.compute(visit, block, rows=work.needs(visit).rows_of(visit.stop))
     if visit.owner == work.me:

@@ -24,13 +24,13 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.program.buffers import Value
 from engine.planning.program.ops import HeadPart, Kind, OpName
 from engine.planning.program.program import Program, When
-from engine.planning.program.residency import Chunks, Residency, Resident, residencies
+from engine.planning.program.residency import Chunks, Residency, ResidentChunks, residencies
 from engine.planning.schedules import all_gather, double_ring, ring
 from engine.planning.schedules.heads import HeadGroup
-from engine.planning.schedules.rank_pass import Work
-from engine.planning.schedules.ring_grid import Need, Rings
+from engine.planning.schedules.rank_pass import RankPass
+from engine.planning.schedules.ring_grid import RingGrid, RowsNeeded
 from engine.planning.visibility.mask import Band
-from engine.planning.visibility.visible import Flags, RowTable, Visibility
+from engine.planning.visibility.visible import Flags, RowRanges, Visibility
 
 
 class _Visit(NamedTuple):
@@ -51,7 +51,7 @@ class _Rank:
     ) -> None:
         self.program, self.method, self.blocks = program, method, blocks
         self.mask, self.fine, self.count = seen.mask, seen.of_chunks(blocks.chunks), blocks.chunks
-        self.rings = Rings(method.ring_inner_size, method.ring_outer_size)
+        self.rings = RingGrid(method.ring_inner_size, method.ring_outer_size)
         self.me, head = blocks.grid.place(program.rank)
         self.ranks, heads, lead = (
             blocks.grid.ring(head),
@@ -73,7 +73,7 @@ class _Rank:
     # ---- who sees whom ------------------------------------------------------------------------------------------
 
     @cached_property
-    def needed(self) -> RowTable:
+    def needed(self) -> RowRanges:
         """Rows of keys [query chunk, owner, key chunk, member] that chunks see."""
         return self._needed(self.fine)
 
@@ -89,10 +89,10 @@ class _Rank:
             return self.sees
         return self._needed(Visibility(self.mask.all_queries(), self.fine.layout)).exists
 
-    def _needed(self, fine: Visibility) -> RowTable:
+    def _needed(self, fine: Visibility) -> RowRanges:
         table = fine.needed("kv", blocks=range(fine.layout.size), readers=())
         shape = (self.rings.size, self.count) * 2
-        return RowTable(*(np.moveaxis(rows.reshape(shape), 3, 0).copy() for rows in table))
+        return RowRanges(*(np.moveaxis(rows.reshape(shape), 3, 0).copy() for rows in table))
 
     def bands(self, chunk: int, owner: int, key_chunk: int) -> list[Band]:
         """What a chunk of the own queries sees of a chunk of keys, in rows of their blocks."""
@@ -130,13 +130,13 @@ class _Rank:
                     self.visits.append(_Visit(step, query, bands, keys, sums))
                 step += self.pace
 
-        hull = RowTable(*(rows[:, :, chunk] for rows in self.needed)).hull(axis=0)
+        hull = RowRanges(*(rows[:, :, chunk] for rows in self.needed)).hull(axis=0)
         first = np.array([self.blocks.piece(owner, chunk).start for owner in range(self.rings.size)])[:, None]
-        need = Need(self.rings, RowTable(hull.start + first, hull.stop + first).where(hull.exists))
+        need = RowsNeeded(self.rings, RowRanges(hull.start + first, hull.stop + first).where(hull.exists))
         stretched = self.program.stretched([*spans, When.at(end + 1)])
         wire = Kind.DKV if self.method.gradient_wire_dtype == "float32" else Kind.DKV_WIRE
         heads = self.chunks.heads
-        work = Work(stretched, self.rings, need, self.me, self.ranks, heads, tiles, keys, None, sums, wire)
+        work = RankPass(stretched, self.rings, need, self.me, self.ranks, heads, tiles, keys, None, sums, wire)
         if self.program.direction == "forward":
             double_ring.forward(work)
             return
@@ -157,7 +157,7 @@ class _Rank:
         ]
         return [*uses, *((self.last_step + self.pace * n, c) for n, c in enumerate(rest, 1))]
 
-    def tiles(self, queries: Resident, sums: Resident) -> None:
+    def tiles(self, queries: ResidentChunks, sums: ResidentChunks) -> None:
         """Tiles of all visits."""
         for step, chunk, bands, keys, key_sums in self.visits:
             for band in bands:
@@ -173,7 +173,7 @@ class Forward(_Rank):
         queries_pass, _, kept = self._passing()
         uses = sorted([*{(visit.step, visit.chunk) for visit in self.visits}, *queries_pass])
         queries = self._read(residencies(uses, self.chunks.lead), Kind.Q, "q")
-        saved = self.chunks.whole(Kind.SAVED, "saved")
+        saved = self.chunks.whole(Kind.OUT_LSE, "out_lse")
         if self.group.exchanges:
             self.group.home(Kind.OUT, "out")
 
@@ -181,10 +181,10 @@ class Forward(_Rank):
             done = self.chunks.put(step + 1, sums, saved, chunk, all_rows=self.group.exchanges)
             self._send_home(done, chunk, step + 1)
 
-        stays = residencies(self.uses(Kind.ACC), self.chunks.lead)
-        sums = self.chunks.sum(stays, self.chunks.whole(Kind.ACC), finish)
+        stays = residencies(self.uses(Kind.PARTIAL), self.chunks.lead)
+        sums = self.chunks.sum(stays, self.chunks.whole(Kind.PARTIAL), finish)
         for step, chunk in kept:
-            self._send_home(self.chunks.load(step, saved, Kind.SAVED, chunk), chunk, step)
+            self._send_home(self.chunks.load(step, saved, Kind.OUT_LSE, chunk), chunk, step)
         self.tiles(queries, sums)
 
     def _passing(self) -> tuple[list[tuple[int, int]], ...]:
@@ -196,7 +196,7 @@ class Forward(_Rank):
         ever, now, of = self.sees_ever, self.sees, self.chunks.rows_of
         queries = ever[..., self.me].any(axis=(1, 2)) & ~now[..., self.me].any(axis=(1, 2))
         keys = ever[:, self.me].any(axis=(0, 2)) & ~now[:, self.me].any(axis=(0, 2))
-        kept = [r.start < r.stop and of(Kind.ACC, r).start == of(Kind.ACC, r).stop for r in self.chunks.rows]
+        kept = [r.start < r.stop and of(Kind.PARTIAL, r).start == of(Kind.PARTIAL, r).stop for r in self.chunks.rows]
         return self._turns(queries, 0), self._turns(keys, 1), self._turns(kept, 2)
 
     def _turns(self, chosen: npt.ArrayLike, third: int) -> list[tuple[int, int]]:
@@ -226,14 +226,14 @@ class Forward(_Rank):
             self.last_step = stay.last
         self._read([Residency(chunk, step, step) for step, chunk in self._passing()[1]], Kind.KV, "kv")
 
-    def _read(self, planned: list[Residency], kind: Kind, pin: str) -> Resident:
+    def _read(self, planned: list[Residency], kind: Kind, argument: str) -> ResidentChunks:
         """Chunks of an input, which get there by an exchange if there is one."""
         if not self.group.exchanges:
-            return self.chunks.read(planned, self.chunks.whole(kind, pin))
-        home = self.group.home(kind, pin)
+            return self.chunks.read(planned, self.chunks.whole(kind, argument))
+        home = self.group.home(kind, argument)
         return self.chunks.read(
             planned,
-            self.chunks.whole(kind, f"ring_{pin}"),
+            self.chunks.whole(kind, f"ring_{argument}"),
             lambda chunk, step, value: self.group.to_heads(chunk, step, home, value),
         )
 
@@ -264,7 +264,7 @@ class Backward(_Rank):
         queries = self._queries(residencies(uses, self.chunks.lead))
         self.tiles(queries, self._query_sums(residencies(self.uses(Kind.DQ), self.chunks.lead)))
 
-    def _key_sums(self, planned: list[Residency]) -> Resident:
+    def _key_sums(self, planned: list[Residency]) -> ResidentChunks:
         # Complete ones arrive cast, partial ones of replicated heads are summed in fp32.
         kind = wire = Kind.DKV_CAST
         op: OpName = "copy"
@@ -281,25 +281,25 @@ class Backward(_Rank):
 
         return self.chunks.sum(planned, self.chunks.whole(Kind.DKV), finish)
 
-    def _queries(self, planned: list[Residency]) -> Resident:
+    def _queries(self, planned: list[Residency]) -> ResidentChunks:
         """Q, dO, lse and scale or out; behind a head exchange dO comes chunk by chunk, and a scale follows from it."""
-        kind = Kind.QX if self.chunks.on_host else Kind.QO  # `out` does not come along
-        whole = self.chunks.whole(kind, "qx")
+        kind = Kind.Q_DOUT_STATS if self.chunks.on_host else Kind.Q_DOUT_OUT  # `out` does not come along
+        whole = self.chunks.whole(kind, "q_dout")
         if not self.group.exchanges:
             return self.chunks.read(planned, whole)
-        home, saved = self.group.home(Kind.DOUT, "dout"), self.chunks.whole(Kind.SAVED, "saved")
+        home, saved = self.group.home(Kind.DOUT, "dout"), self.chunks.whole(Kind.OUT_LSE, "out_lse")
 
         def fill(chunk: int, step: int, value: Value) -> None:
             if self.chunks.on_host:
                 self.program.move(whole, value, self.chunks.rows[chunk], When(step - self.chunks.lead, step - 1))
             self.group.to_heads(chunk, step, home, value)
-            if kind == Kind.QX:
-                results = self.chunks.load(step, saved, Kind.SAVED, chunk)
+            if kind == Kind.Q_DOUT_STATS:
+                results = self.chunks.load(step, saved, Kind.OUT_LSE, chunk)
                 self.program.before(step, "stats", value, results, self.chunks.rows[chunk])
 
         return self.chunks.read(planned, whole, fill, keep=False)
 
-    def _query_sums(self, planned: list[Residency]) -> Resident:
+    def _query_sums(self, planned: list[Residency]) -> ResidentChunks:
         if not self.group.exchanges:  # they stay where they are asked for
             whole = self.chunks.whole(Kind.DQ, "dq")
             return self.chunks.sum(planned, whole, None)

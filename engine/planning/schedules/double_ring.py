@@ -17,12 +17,12 @@ from engine.planning.program.buffers import Rows, Value
 from engine.planning.program.ops import Channel
 from engine.planning.program.program import When
 from engine.planning.schedules import ring
-from engine.planning.schedules.rank_pass import Visit, Work
+from engine.planning.schedules.rank_pass import RankPass, RingStep
 
 PAYLOAD, GRADIENT = Channel.PAYLOAD_OUTER, Channel.GRADIENT_OUTER
 
 
-def forward(work: Work) -> None:
+def forward(work: RankPass) -> None:
     """Every block makes a lap in every node."""
     first = None
     for visit in work.visits():
@@ -30,7 +30,7 @@ def forward(work: Work) -> None:
         work.compute(visit, ring.carry(work, visit, first))
 
 
-def backward(work: Work) -> None:
+def backward(work: RankPass) -> None:
     """The same, and gradients follow."""
     first = None
     for visit in work.visits():
@@ -47,7 +47,7 @@ def backward(work: Work) -> None:
     receive_relayed(work)
 
 
-def enter(work: Work, visit: Visit) -> Value | None:
+def enter(work: RankPass, visit: RingStep) -> Value | None:
     """The block with which this rank begins a lap; it goes on to the next node at once."""
     block, rows = work.payload, work.need.laps_that_read(visit.owner)
     if visit.lap not in rows:
@@ -63,17 +63,17 @@ def enter(work: Work, visit: Visit) -> Value | None:
     return block
 
 
-def _during_lap_before(work: Work, lap: int) -> When:
+def _during_lap_before(work: RankPass, lap: int) -> When:
     return When(work.rings.step(lap - 1, 0), work.rings.step(lap, 0) - 1)
 
 
-def send_to_relay(work: Work, visit: Visit, sums: Value) -> None:
+def send_to_relay(work: RankPass, visit: RingStep, sums: Value) -> None:
     """A far lap's sum."""
     to = work.visitor(visit.owner, work.rings.home_lap, visit.stop)
     work.send_sums(visit, sums, to, GRADIENT, _to_relay(work, visit.step))
 
 
-def relay(work: Work) -> None:
+def relay(work: RankPass) -> None:
     """Add up the far sums of blocks of this node's ranks, of which this rank is the relay; send them home."""
     for home in work.visits(work.rings.home_lap):
         arrivals = far_sums(work, home.owner).get(home.stop, [])
@@ -91,7 +91,7 @@ def relay(work: Work) -> None:
             work.send_sums(home, total, work.ranks[home.owner], ring.GRADIENT, _after_all(arrivals))
 
 
-def receive_relayed(work: Work) -> None:
+def receive_relayed(work: RankPass) -> None:
     """What `relay` sends of the own block."""
     for stop, arrivals in sorted(far_sums(work, work.me).items()):
         source = work.rank_at(work.home, stop)
@@ -102,26 +102,26 @@ def receive_relayed(work: Work) -> None:
 class _Far(NamedTuple):
     """The sum of a lap that another node made with a block, on its way to the relay."""
 
-    visit: Visit  # the last of the lap
+    visit: RingStep  # the last of the lap
     rank: int
     rows: Rows
     when: When
 
 
-def far_sums(work: Work, owner: int) -> dict[int, list[_Far]]:
+def far_sums(work: RankPass, owner: int) -> dict[int, list[_Far]]:
     """Of a block of this node, by the lap's last stop."""
     found: dict[int, list[_Far]] = {}
     for lap in range(work.rings.outer):
         adds = work.need.lap(owner, lap, away=True)
         last = adds.last()
         if lap != work.rings.home_lap and last is not None:
-            visit = Visit(lap, last, owner, work.rings.step(lap, last))
+            visit = RingStep(lap, last, owner, work.rings.step(lap, last))
             far = _Far(visit, work.visitor(*visit.place), adds.up_to_here(last), _to_relay(work, visit.step))
             found.setdefault(last, []).append(far)
     return found
 
 
-def _to_relay(work: Work, last_step: int) -> When:
+def _to_relay(work: RankPass, last_step: int) -> When:
     """With as much time as the block had, while there are tiles."""
     end = work.rings.size - (work.rings.late > 0)
     return When(last_step + 1, max(last_step + 1, min(last_step + work.rings.inner, end)))

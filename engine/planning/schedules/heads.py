@@ -33,7 +33,7 @@ class HeadGroup:
     me: int
     store: Store = "device"
     lead: int = 1  # steps that an exchange takes
-    _pinned: dict[str, Value] = field(default_factory=dict)
+    _arguments: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ends = accumulate((_length(of_chunk[self.me]) for of_chunk in self.pieces), initial=0)
@@ -48,11 +48,13 @@ class HeadGroup:
         """Of a member."""
         return HeadPart(member, len(self.ranks))
 
-    def home(self, kind: Kind, pin: str) -> Value:
+    def home(self, kind: Kind, argument: str) -> Value:
         """All heads of the own rows, an input or output; made once."""
-        if pin not in self._pinned:
-            self._pinned[pin] = self.program.value(kind, Rows(0, self.home_rows[-1].stop), pin, where=self.store)
-        return self._pinned[pin]
+        if argument not in self._arguments:
+            self._arguments[argument] = self.program.value(
+                kind, Rows(0, self.home_rows[-1].stop), argument, where=self.store
+            )
+        return self._arguments[argument]
 
     def to_heads(self, chunk: int, step: int, home: Value, target: Value) -> None:
         """All rows of a chunk, own heads, are in `target` at a step; through a copy if it holds more than these."""

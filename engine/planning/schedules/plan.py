@@ -11,7 +11,7 @@ from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_hea
 from engine.planning.program.ops import AttentionPlan, Channel, Direction, TokenBytes
 from engine.planning.program.program import Program, plan_ranks
 from engine.planning.schedules import chunks
-from engine.planning.schedules.whole import Needs, WholeBlocks
+from engine.planning.schedules.whole import RowsNeededCache, WholeBlocks
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.visible import Visibility
 
@@ -91,7 +91,7 @@ def plan_attention(
              were kept
     """
 
-    needs: Needs = {}
+    needs: RowsNeededCache = {}
 
     def write(program: Program) -> None:
         asked = asking[blocks.grid.place(program.rank)[0]] if asking else None

@@ -10,20 +10,20 @@ from __future__ import annotations
 from engine.planning.program.ops import Channel
 from engine.planning.program.program import When
 from engine.planning.schedules import double_ring, ring
-from engine.planning.schedules.rank_pass import Work
+from engine.planning.schedules.rank_pass import RankPass
 
 
-def forward(work: Work) -> None:
+def forward(work: RankPass) -> None:
     """As the ring that it is; the last block stays."""
     (double_ring if work.rings.outer > 1 else ring).forward(work)
 
 
-def backward(work: Work) -> None:
+def backward(work: RankPass) -> None:
     """As the ring that it is, turned around: the own block of it is the one that was left."""
     (double_ring if work.rings.outer > 1 else ring).backward(work)
 
 
-def bring_last(work: Work) -> None:
+def bring_last(work: RankPass) -> None:
     """The last block comes straight from its owner, behind the tiles of the last lap, and not around the ring."""
     rings, last = work.rings, [*work.visits()][-1]
     wait = last.step - 1

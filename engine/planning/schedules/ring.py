@@ -13,18 +13,18 @@ from __future__ import annotations
 from engine.planning.program.buffers import Value
 from engine.planning.program.ops import Channel
 from engine.planning.program.program import When
-from engine.planning.schedules.rank_pass import Visit, Work
+from engine.planning.schedules.rank_pass import RankPass, RingStep
 
 PAYLOAD, GRADIENT = Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER
 
 
-def forward(work: Work) -> None:
+def forward(work: RankPass) -> None:
     """Every block makes one lap."""
     for visit in work.visits():
         work.compute(visit, carry(work, visit, work.payload))
 
 
-def backward(work: Work) -> None:
+def backward(work: RankPass) -> None:
     """The same, and gradients follow."""
     for visit in work.visits():
         block = carry(work, visit, work.payload)
@@ -34,7 +34,7 @@ def backward(work: Work) -> None:
     receive_home(work)
 
 
-def carry(work: Work, visit: Visit, start: Value | None) -> Value | None:
+def carry(work: RankPass, visit: RingStep, start: Value | None) -> Value | None:
     """The block of a visit, which the first stop of a lap has from the `start`; None: it does not come here.
 
     It arrives one step before it is used, and leaves one step before the next stop uses it.
@@ -52,7 +52,7 @@ def carry(work: Work, visit: Visit, start: Value | None) -> Value | None:
     return block
 
 
-def add_up(work: Work, visit: Visit, sums: Value) -> bool:
+def add_up(work: RankPass, visit: RingStep, sums: Value) -> bool:
     """Add the gradients of all stops before to this one's, and pass them on; whether there is a next stop.
 
     They come and go beside a tile.
@@ -66,12 +66,12 @@ def add_up(work: Work, visit: Visit, sums: Value) -> bool:
     return behind is not None
 
 
-def send_home(work: Work, visit: Visit, sums: Value) -> None:
+def send_home(work: RankPass, visit: RingStep, sums: Value) -> None:
     """The complete sum of a lap round the owner's ring goes to the owner."""
     work.send_sums(visit, sums, work.ranks[visit.owner], GRADIENT, When.at(visit.step + 1))
 
 
-def receive_home(work: Work) -> None:
+def receive_home(work: RankPass) -> None:
     """What `send_home` sends of the own block."""
     home = work.home
     adds = work.adds(home)

@@ -1,4 +1,4 @@
-"""Rings of ranks in one or two levels, and which rows of a block each of its visitors needs. Arithmetic only.
+"""RingGrid of ranks in one or two levels, and which rows of a block each of its visitors needs. Arithmetic only.
 
 inner=3, outer=2, block of rank (0,0), upwards     step 0     1     2     3     4     5
                                                    (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.planning.program.buffers import Rows
-from engine.planning.visibility.visible import NOWHERE, Integers, RowTable
+from engine.planning.visibility.visible import NOWHERE, Integers, RowRanges
 
 
 @dataclass(frozen=True)
-class Rings:
+class RingGrid:
     """`outer` rings of `inner` members each; member m is number m % inner of ring m // inner.
 
     Every block visits a whole ring (a lap), then the next one. `way`: towards higher (1) or lower (-1) members.
@@ -112,7 +112,7 @@ class Lap:
         return Rows(int(self._start[stop]), int(self._stop[stop]))
 
 
-def pairs_at(rings: Rings, member: int) -> dict[str, Collection[int]]:
+def pairs_at(rings: RingGrid, member: int) -> dict[str, Collection[int]]:
     """Of what a rank sends: blocks of which all readers matter, and readers of which all blocks do.
 
     Blocks of its own ring, and those with which its laps start, or that end here.
@@ -124,14 +124,14 @@ def pairs_at(rings: Rings, member: int) -> dict[str, Collection[int]]:
     return {"blocks": {*ring, *starts, *ends}, "readers": ring}
 
 
-class Need:
+class RowsNeeded:
     """Rows of blocks that their visitors need, in the order of their visits.
 
     table   [owner, member]
     last    [owner]: what the last stop takes instead
     """
 
-    def __init__(self, rings: Rings, table: RowTable, last: RowTable | None = None) -> None:
+    def __init__(self, rings: RingGrid, table: RowRanges, last: RowRanges | None = None) -> None:
         self.rings, self.table = rings, table
         self._last = last
         self._laps: dict[tuple[int, int, bool], Lap] = {}
@@ -153,10 +153,10 @@ class Need:
         exists[0] = True
         return {lap: Rows(int(behind.start[lap]), int(behind.stop[lap])) for lap in np.flatnonzero(exists).tolist()}
 
-    def _rows(self, owner: int, laps: int | Integers) -> RowTable:
+    def _rows(self, owner: int, laps: int | Integers) -> RowRanges:
         """Of one lap, or of all."""
         visitors = self.rings.visitors(owner, laps, np.arange(self.rings.inner))
-        rows = RowTable(self.table.start[owner, visitors], self.table.stop[owner, visitors])
+        rows = RowRanges(self.table.start[owner, visitors], self.table.stop[owner, visitors])
         if self._last is not None and np.max(laps) == self.rings.outer - 1:
             end = (-1,) * visitors.ndim
             rows.start[end], rows.stop[end] = self._last.start[owner], self._last.stop[owner]

@@ -8,7 +8,7 @@ without one:
 
     forward    q, kv -> acc                               backward    qx, kv -> dq, dkv
 
-kv_last takes the place of (ring_)kv in backward where the last block is kept.
+final_kv takes the place of (ring_)kv in backward where the last block is kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from engine.planning.program.ops import HeadPart, Kind
 from engine.planning.program.program import Program
 from engine.planning.schedules import all_gather, double_ring, reversed_ring, ring
 from engine.planning.schedules.heads import HeadGroup
-from engine.planning.schedules.rank_pass import Work
-from engine.planning.schedules.ring_grid import Need, Rings, pairs_at
+from engine.planning.schedules.rank_pass import RankPass
+from engine.planning.schedules.ring_grid import RingGrid, RowsNeeded, pairs_at
 from engine.planning.visibility.mask import halves
 from engine.planning.visibility.visible import Operand, Visibility
 
 
-def keeps_last(method: AttentionMethod) -> bool:
+def reuses_last_block(method: AttentionMethod) -> bool:
     """Whether forward leaves its last block for backward; a ring of one rank holds its own only."""
     return method.backward_order == "reversed" and method.ring_inner_size * method.ring_outer_size > 1
 
@@ -41,12 +41,12 @@ def schedule_of(method: AttentionMethod) -> ModuleType:
     """The file that says what the ranks of a ring do."""
     if method.kv_transport == "all_gather":
         return all_gather
-    if keeps_last(method):
+    if reuses_last_block(method):
         return reversed_ring
     return double_ring if method.ring_outer_size > 1 else ring
 
 
-Needs = dict[tuple[Rings, str], Need]
+RowsNeededCache = dict[tuple[RingGrid, str], RowsNeeded]
 
 
 class WholeBlocks:
@@ -58,7 +58,7 @@ class WholeBlocks:
         seen: Visibility,
         method: AttentionMethod,
         blocks: Blocks,
-        needs: Needs,
+        needs: RowsNeededCache,
         *,
         is_alone: bool,
     ) -> None:
@@ -72,33 +72,33 @@ class WholeBlocks:
         self.group = HeadGroup(program, group, pieces, head)
         self.steps: list[int] = []  # of the tiles of what stays
 
-    def value(self, kind: Kind, rows: Rows, pin: str | None = None) -> Value:
+    def value(self, kind: Kind, rows: Rows, argument: str | None = None) -> Value:
         """Rows of the block, own heads."""
-        made = self.program.value(kind, rows, pin, self.heads)
+        made = self.program.value(kind, rows, argument, self.heads)
         self.program.owners[made.number] = self.me
         return made
 
-    def home(self, kind: Kind, pin: str) -> Value:
+    def home(self, kind: Kind, argument: str) -> Value:
         """Own rows, all heads."""
-        return self.group.home(kind, pin)
+        return self.group.home(kind, argument)
 
-    def need(self, rings: Rings, operand: Operand) -> Need:
+    def need(self, rings: RingGrid, operand: Operand) -> RowsNeeded:
         """Rows of all that this rank sends or receives; of all ranks, if more than one of them is planned."""
         if (rings, operand) not in self.needs:
-            self.needs[rings, operand] = Need(rings, self.seen.needed(operand, **self.pairs(rings)))
+            self.needs[rings, operand] = RowsNeeded(rings, self.seen.needed(operand, **self.pairs(rings)))
         return self.needs[rings, operand]
 
-    def need_with_last(self, rings: Rings, *, last: bool) -> Need:
+    def need_with_last(self, rings: RingGrid, *, last: bool) -> RowsNeeded:
         """As `need`; the last stop takes all rows that anybody ever needs, or none."""
         key = rings, "with last" if last else "without"
         if key not in self.needs:
             every = Visibility(self.seen.mask.all_queries(), self.seen.layout) if self.again else self.seen
             rows = every.needed("kv", **self.pairs(rings)).hull(axis=1)
             rows = rows if last else rows.where(np.zeros(rings.size, dtype=np.bool_))
-            self.needs[key] = Need(rings, self.need(rings, "kv").table, rows)
+            self.needs[key] = RowsNeeded(rings, self.need(rings, "kv").table, rows)
         return self.needs[key]
 
-    def pairs(self, rings: Rings) -> dict[str, Collection[int]]:
+    def pairs(self, rings: RingGrid) -> dict[str, Collection[int]]:
         """Blocks of which all readers matter, and readers of which all blocks do."""
         every = range(rings.size)
         if not self.is_alone:
@@ -111,13 +111,13 @@ class WholeBlocks:
 
     def forward(self, asked: int | None) -> None:
         """Own queries stay, keys and values travel."""
-        rings, last = Rings(self.method.ring_inner_size, self.method.ring_outer_size), self.last_keys()
-        pin = "q" if not self.exchanged else "ring_q"
-        queries = self.value(Kind.Q, self.rows, pin)
+        rings, last = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size), self.last_keys()
+        argument = "q" if not self.exchanged else "ring_q"
+        queries = self.value(Kind.Q, self.rows, argument)
         kept = None if self.exchanged and last else "ring_kv" if self.exchanged else "kv"
         keys = self.value(Kind.KV, self.rows, kept)
         asked_rows = Rows(0, self.rows.stop if asked is None else asked)
-        results = self.value(Kind.ACC, asked_rows, None if self.exchanged else "acc")
+        results = self.value(Kind.PARTIAL, asked_rows, None if self.exchanged else "partial")
 
         def tile(step: int, owner: int, block: Value, sums: Value | None) -> None:
             for band in self.seen.bands(self.me, owner, of="q"):
@@ -125,7 +125,7 @@ class WholeBlocks:
                 self.program.tile(step, band, queries, block, results)
 
         need = self.need(rings, "kv")
-        work = Work(self.program, rings, need, self.me, self.ranks, self.heads, tile, keys, last=last)
+        work = RankPass(self.program, rings, need, self.me, self.ranks, self.heads, tile, keys, last=last)
         if last and self.again:
             reversed_ring.bring_last(replace(work, need=self.need_with_last(rings, last=True)))
             work = replace(work, need=self.need_with_last(rings, last=False))
@@ -140,7 +140,7 @@ class WholeBlocks:
         group.to_heads(0, 0, self.home(Kind.KV, "kv"), keys)
         home, saved, out = (
             self.home(Kind.Q, "q"),
-            self.value(Kind.SAVED, self.rows, "saved"),
+            self.value(Kind.OUT_LSE, self.rows, "out_lse"),
             self.home(Kind.OUT, "out"),
         )
         if self.steps:
@@ -160,11 +160,11 @@ class WholeBlocks:
 
     def last_keys(self) -> Value | None:
         """Where the last block of forward is kept for backward."""
-        if not keeps_last(self.method):
+        if not reuses_last_block(self.method):
             return None
-        rings = Rings(self.method.ring_inner_size, self.method.ring_outer_size)
+        rings = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size)
         owner = rings.owner(self.me, rings.outer - 1, rings.inner - 1)
-        return self.value(Kind.KV, Rows(0, self.row_counts[owner]), "kv_last")
+        return self.value(Kind.KV, Rows(0, self.row_counts[owner]), "final_kv")
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -177,10 +177,10 @@ class WholeBlocks:
         # Behind a window no step waits for the last hop, and a tail would add one.
         tails = not last and not gathers and self.seen.mask.window is None and inner * outer > 1
         tail = min(method.deferred_local_tiles, inner) if tails else 0
-        rings = Rings(
+        rings = RingGrid(
             inner, outer, 1 if keys_travel and outer == 1 and not last else -1, max(0, tail - 1), last is not None
         )
-        queries = self.value(Kind.QO if keys_travel else Kind.QX, self.rows, "qx")
+        queries = self.value(Kind.Q_DOUT_OUT if keys_travel else Kind.Q_DOUT_STATS, self.rows, "q_dout")
         keys = last or self.value(Kind.KV, self.rows, "ring_kv" if self.exchanged else "kv")
         dq = self.value(Kind.DQ, self.rows, None if self.exchanged else "dq")
         dkv = self.value(Kind.DKV, self.rows, None if self.exchanged else "dkv")
@@ -199,7 +199,7 @@ class WholeBlocks:
         payload, sums = (keys, dkv) if keys_travel else (queries, dq)
         wide, narrow = (Kind.DKV, Kind.DKV_WIRE) if keys_travel else (Kind.DQ, Kind.DQ_WIRE)
         wire = wide if method.gradient_wire_dtype == "float32" else narrow
-        work = Work(self.program, rings, need, self.me, self.ranks, self.heads, tile, payload, None, sums, wire)
+        work = RankPass(self.program, rings, need, self.me, self.ranks, self.heads, tile, payload, None, sums, wire)
         schedule_of(method).backward(work)
         if self.exchanged:
             levels = (inner > 1) + (outer > 1)
@@ -209,7 +209,7 @@ class WholeBlocks:
     def _exchange_backward(self, queries: Value, dq: Value, dkv: Value, travelled: int, *, keys_travel: bool) -> None:
         """`travelled`: the step after that at which sums of what travels are complete."""
         group, stayed = self.group, 1 + (max(self.steps) if self.steps else travelled)
-        dout, saved = self.home(Kind.DOUT, "dout"), self.value(Kind.SAVED, self.rows, "saved")
+        dout, saved = self.home(Kind.DOUT, "dout"), self.value(Kind.OUT_LSE, self.rows, "out_lse")
         first = (min(self.steps) if self.steps else None) if keys_travel else 0
         if first is not None:
             group.to_heads(0, first, dout, queries)

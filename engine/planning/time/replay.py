@@ -109,7 +109,7 @@ class _Replay:
         self.plan = plan
         self.machine = machine
         self.token_bytes = token_bytes
-        self.bytes = {rank: ViewBytes(rank_plan.slots, token_bytes) for rank, rank_plan in plan.ranks.items()}
+        self.bytes = {rank: ViewBytes(rank_plan.buffers, token_bytes) for rank, rank_plan in plan.ranks.items()}
         self.network = _Network(machine, topology)
         self.clock = dict.fromkeys(plan.ranks, 0.0)
         self.compute = dict.fromkeys(plan.ranks, 0.0)
@@ -139,7 +139,7 @@ class _Replay:
             src, dst, op = (peer, rank, "send") if transfer.op == "recv" else (rank, peer, transfer.op)
             order = (_CHANNEL_ORDER[transfer.channel], (dst - src) % self.plan.size, src)
             size = self.bytes[rank].of(transfer.view)
-            messages.append(_Message(order, transfer.message, transfer.channel, op, src, dst, size))
+            messages.append(_Message(order, transfer.tag, transfer.channel, op, src, dst, size))
         return sorted(messages)
 
     def _copy(self, posted: Iterable[tuple[int, Transfer]]) -> None:
@@ -164,10 +164,10 @@ class _Replay:
             self._busy(rank, "op", self.bytes[rank].moved_by_op(op) / self.machine.elementwise_bytes_per_s)
 
     def _tiles(self, rank: int, tiles: Iterable[Tile]) -> None:
-        machine, slots, direction = self.machine, self.plan.ranks[rank].slots, self.plan.direction
+        machine, buffers, direction = self.machine, self.plan.ranks[rank].buffers, self.plan.direction
         for tile in tiles:
             band = tile.band
-            flops = tile_flops(tile, slots, self.token_bytes, direction, machine.kernel_block_rows)
+            flops = tile_flops(tile, buffers, self.token_bytes, direction, machine.kernel_block_rows)
             seconds = (
                 flops / machine.tile_flops_per_s(direction, min(band.num_queries, band.num_keys))
                 + machine.tile_overhead_s

@@ -177,7 +177,7 @@ class _Step:
     def _ring_s(self, ranks: int, apart: int = 1) -> float:
         """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`.
 
-        Rings that leave a node share its links to others; all links of a node carry one that all its ranks are in.
+        RingGrid that leave a node share its links to others; all links of a node carry one that all its ranks are in.
         """
         world, machine = self.world, self.machine
         if ranks == 1:

@@ -26,7 +26,7 @@ NOWHERE = 1 << 40  # a row that no block has
 LARGEST_BATCH = 1 << 15  # pairs of segments that are looked at together: their columns stay in cache
 
 
-class RowTable(NamedTuple):
+class RowRanges(NamedTuple):
     """Ranges [start, stop) of rows, one per entry of two arrays of any shape; an empty one starts at NOWHERE and stops
     at 0, so that minimum and maximum are the hull.
     """
@@ -39,22 +39,22 @@ class RowTable(NamedTuple):
         """Which ranges have rows."""
         return self.start < self.stop
 
-    def where(self, chosen: Flags) -> RowTable:
+    def where(self, chosen: Flags) -> RowRanges:
         """The chosen ranges; the others are empty."""
-        return RowTable(np.where(chosen, self.start, NOWHERE), np.where(chosen, self.stop, 0))
+        return RowRanges(np.where(chosen, self.start, NOWHERE), np.where(chosen, self.stop, 0))
 
-    def hull(self, axis: int) -> RowTable:
+    def hull(self, axis: int) -> RowRanges:
         """Hull of all ranges along an axis."""
-        return RowTable(self.start.min(axis), self.stop.max(axis))
+        return RowRanges(self.start.min(axis), self.stop.max(axis))
 
-    def up_to_here(self, axis: int) -> RowTable:
+    def up_to_here(self, axis: int) -> RowRanges:
         """For every range the hull of it and all before it along an axis."""
-        return RowTable(np.minimum.accumulate(self.start, axis), np.maximum.accumulate(self.stop, axis))
+        return RowRanges(np.minimum.accumulate(self.start, axis), np.maximum.accumulate(self.stop, axis))
 
-    def from_here_on(self, axis: int) -> RowTable:
+    def from_here_on(self, axis: int) -> RowRanges:
         """For every range the hull of it and all behind it along an axis."""
-        turned = RowTable(np.flip(self.start, axis), np.flip(self.stop, axis)).up_to_here(axis)
-        return RowTable(np.flip(turned.start, axis), np.flip(turned.stop, axis))
+        turned = RowRanges(np.flip(self.start, axis), np.flip(self.stop, axis)).up_to_here(axis)
+        return RowRanges(np.flip(turned.start, axis), np.flip(turned.stop, axis))
 
 
 class Visibility:
@@ -65,7 +65,7 @@ class Visibility:
         self.layout = layout
         self._segments = _Segments.of(layout)
         self._bands: dict[tuple[Operand, int], dict[int, tuple[Band, ...]]] = {}
-        self._needed: dict[tuple[object, ...], RowTable] = {}
+        self._needed: dict[tuple[object, ...], RowRanges] = {}
         self._of_chunks: dict[int, Visibility] = {}
 
     def of_chunks(self, chunks: int) -> Visibility:
@@ -88,7 +88,7 @@ class Visibility:
             self._bands[of, one] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
         return self._bands[of, one].get(other, ())
 
-    def needed(self, operand: Operand, *, blocks: Collection[int], readers: Collection[int]) -> RowTable:
+    def needed(self, operand: Operand, *, blocks: Collection[int], readers: Collection[int]) -> RowRanges:
         """Rows [block, rank] that every rank needs of `blocks` and that `readers` need of every block, as keys ("kv")
         or as queries ("q"): the hull of the bands between them. All else is empty.
         """
@@ -97,9 +97,9 @@ class Visibility:
             self._needed[asked] = self._rows_needed(operand, blocks, readers)
         return self._needed[asked]
 
-    def _rows_needed(self, operand: Operand, blocks: Collection[int], readers: Collection[int]) -> RowTable:
+    def _rows_needed(self, operand: Operand, blocks: Collection[int], readers: Collection[int]) -> RowRanges:
         size = self.layout.size
-        table = RowTable(np.full(size * size, NOWHERE), np.zeros(size * size, dtype=np.int64))
+        table = RowRanges(np.full(size * size, NOWHERE), np.zeros(size * size, dtype=np.int64))
         for own, others in ((blocks, range(size)), (set(range(size)) - set(blocks), readers)):
             for bands in self._shared(operand, own, others):
                 start, stop = (bands.k_start, bands.k_stop) if operand == "kv" else (bands.q_start, bands.q_stop)
@@ -107,7 +107,7 @@ class Visibility:
                 pair = block * size + reader  # of one index: `at` takes fifty times as long with two
                 np.minimum.at(table.start, pair, start)
                 np.maximum.at(table.stop, pair, stop)
-        return RowTable(table.start.reshape(size, size), table.stop.reshape(size, size))
+        return RowRanges(table.start.reshape(size, size), table.stop.reshape(size, size))
 
     def _bands_of(self, of: Operand, rank: int) -> dict[int, list[Band]]:
         batches = zip(*self._shared(of, (rank,), range(self.layout.size)), strict=True)

@@ -20,7 +20,7 @@ from engine.config.settings import LayoutName
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.program.ops import AttentionPlan, HeadPart, LinkBytes, Slot
+from engine.planning.program.ops import AttentionPlan, Buffer, HeadPart, LinkBytes
 from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.visibility.mask import BlockList, Mask
 from engine.planning.visibility.visible import Visibility
@@ -150,10 +150,10 @@ class Group:
             for r, (i, (_, saved)) in enumerate(zip(index, finished, strict=True))
         ]
         lockstep(backwards, backward_hub)
-        dkv = [execution.pinned("dkv")["dkv"] for execution in backwards]
+        dkv = [execution.argument("dkv")["dkv"] for execution in backwards]
         parts = {
             "out": [out for out, _ in finished],
-            "dq": [execution.pinned("dq")["dq"].to(inputs.q.dtype) for execution in backwards],
+            "dq": [execution.argument("dq")["dq"].to(inputs.q.dtype) for execution in backwards],
             "dk": [x[:, 0].to(inputs.k.dtype) for x in dkv],
             "dv": [x[:, 1].to(inputs.v.dtype) for x in dkv],
         }
@@ -169,12 +169,12 @@ class Group:
         again = []
         rows = [self.blocks.recomputed_rows(self.before or 0, rank) for rank in range(len(local))]
         for rank, (q, k, v) in enumerate(local):
-            pinned = {"q": {"q": q}, "kv": {"k": k, "v": v}, "saved": _forgotten(saved[rank], rows[rank])}
+            arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}, "out_lse": _forgotten(saved[rank], rows[rank])}
             arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1])
-            again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), pinned))
+            again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), arguments))
         lockstep(again, hub)
         return [
-            _results(plan.ranks[rank].pins, rows[rank], again[rank], local[rank], saved[rank])
+            _results(plan.ranks[rank].arguments, rows[rank], again[rank], local[rank], saved[rank])
             for rank in range(len(local))
         ]
 
@@ -200,8 +200,8 @@ class Group:
 class PoisonedArithmetic(TensorArithmetic):
     """Its buffers begin with NaN, so that reading what nobody wrote shows."""
 
-    def allocate(self, slot: Slot) -> Fields:
-        return {name: poison(tensor) for name, tensor in super().allocate(slot).items()}
+    def allocate(self, buffer: Buffer) -> Fields:
+        return {name: poison(tensor) for name, tensor in super().allocate(buffer).items()}
 
 
 class PoisonedRuntime(AttentionRuntime):
@@ -220,20 +220,20 @@ def _forgotten(saved: SavedAttention, rows: int) -> dict[str, Tensor]:
 
 
 def _results(
-    pins: frozenset[str], rows: int, again: Execution, qkv: tuple[Tensor, Tensor, Tensor], before: SavedAttention
+    names: frozenset[str], rows: int, again: Execution, qkv: tuple[Tensor, Tensor, Tensor], before: SavedAttention
 ) -> tuple[Tensor, SavedAttention]:
     """(out, what backward starts from) of the recompute pass."""
-    query = again.pinned("ring_q")["q"] if "ring_q" in pins else qkv[0]
+    query = again.argument("ring_q")["q"] if "ring_q" in names else qkv[0]
     kv = {"k": qkv[1], "v": qkv[2]}
-    for name in ("ring_kv", "kv_last"):
-        kv = again.pinned(name) if name in pins else kv
+    for name in ("ring_kv", "final_kv"):
+        kv = again.argument(name) if name in names else kv
     results = _forgotten(before, rows)
-    if "saved" in pins:
-        results = again.pinned("saved")
+    if "out_lse" in names:
+        results = again.argument("out_lse")
     else:
         for name in ("out", "lse"):
-            results[name][:rows] = again.pinned("acc")[name]
-    out = again.pinned("out")["out"] if "out" in pins else results["out"]
+            results[name][:rows] = again.argument("partial")[name]
+    out = again.argument("out")["out"] if "out" in names else results["out"]
     return out, SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
 
 

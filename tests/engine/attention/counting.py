@@ -18,41 +18,41 @@ from torch import Tensor
 
 from engine.attention.executor import Execution, Fields, Operand
 from engine.planning.methods.blocks import Blocks
-from engine.planning.program.ops import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
+from engine.planning.program.ops import AttentionPlan, Buffer, HeadPart, Kind, RankPlan, Tile
 from engine.planning.schedules.plan import PlanPair
 from engine.planning.visibility.mask import Band, Mask
 
 PAYLOAD: dict[Kind, tuple[str, ...]] = {
     Kind.Q: ("q",),
     Kind.KV: ("kv",),
-    Kind.QX: ("q", "dout", "stats"),
-    Kind.QO: ("q", "dout", "out"),
+    Kind.Q_DOUT_STATS: ("q", "dout", "stats"),
+    Kind.Q_DOUT_OUT: ("q", "dout", "out"),
     Kind.DOUT: ("dout",),
 }
 KV_SUMS = frozenset({Kind.DKV, Kind.DKV_WIRE, Kind.DKV_CAST})
-INPUT_PINS = frozenset({"q", "kv", "qx", "dout"})  # filled by the caller
+INPUT_PINS = frozenset({"q", "kv", "q_dout", "dout"})  # filled by the caller
 UNOWNED = -2  # initialised, nothing added yet; poisoned rows read as -1
 
 
 class CountingArithmetic:
     """Arithmetic on records: positions for payload, (owner, count per position) for sums; all per part of the heads.
 
-    Shapes: payload field [rows, parts]; owner [rows, parts], count [rows, parts, seq_len]; parts is 1 for a slot of one
-    part of the heads.
+    Shapes: payload field [rows, parts]; owner [rows, parts], count [rows, parts, seq_len]; parts is 1 for a buffer of
+    one part of the heads.
     """
 
     def __init__(self, seq_len: int, head_parts: int = 1) -> None:
         self.seq_len = seq_len
         self.head_parts = head_parts
 
-    def allocate(self, slot: Slot) -> Fields:
+    def allocate(self, buffer: Buffer) -> Fields:
         """Poisoned records."""
-        parts = self.head_parts if slot.heads.count == 1 else 1
-        if slot.kind in PAYLOAD:
-            return {name: poison(torch.empty(slot.rows, parts, dtype=torch.int64)) for name in PAYLOAD[slot.kind]}
+        parts = self.head_parts if buffer.heads.count == 1 else 1
+        if buffer.kind in PAYLOAD:
+            return {name: poison(torch.empty(buffer.rows, parts, dtype=torch.int64)) for name in PAYLOAD[buffer.kind]}
         return {
-            "owner": poison(torch.empty(slot.rows, parts, dtype=torch.int64)),
-            "count": poison(torch.empty(slot.rows, parts, self.seq_len, dtype=torch.int32)),
+            "owner": poison(torch.empty(buffer.rows, parts, dtype=torch.int64)),
+            "count": poison(torch.empty(buffer.rows, parts, self.seq_len, dtype=torch.int32)),
         }
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
@@ -61,13 +61,13 @@ class CountingArithmetic:
         visible = band_mask(tile.band)
         if not bool(visible.any(1).all()) or not bool(visible.any(0).all()):
             raise PlanError("a tile has a row or column that sees nothing")
-        for name, stores in (("acc", tile.stores), ("acc_kv", tile.stores_kv)):
+        for name, stores in (("sums", tile.stores), ("kv_sums", tile.stores_kv)):
             if stores:
                 _start(fields[name])
         for part in range(queries.shape[1]):
-            _count(fields["acc"], part, queries[:, part], keys[:, part], visible)
-            if "acc_kv" in fields:
-                _count(fields["acc_kv"], part, keys[:, part], queries[:, part], visible.T)
+            _count(fields["sums"], part, queries[:, part], keys[:, part], visible)
+            if "kv_sums" in fields:
+                _count(fields["kv_sums"], part, keys[:, part], queries[:, part], visible.T)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         """init, add, copy, stats on records."""
@@ -93,9 +93,9 @@ class CountingArithmetic:
     def release(self) -> None:
         """Records are made for one run."""
 
-    def wire_fields(self, slot: Slot, fields: Fields) -> tuple[Tensor, ...]:
+    def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
         """Whole records travel."""
-        names = PAYLOAD.get(slot.kind, ("owner", "count"))
+        names = PAYLOAD.get(buffer.kind, ("owner", "count"))
         return tuple(fields[name] for name in names)
 
 
@@ -120,13 +120,13 @@ def _same_parts(dst: Operand, src: Operand) -> tuple[Fields, Fields]:
     def cut(fields: Fields, heads: HeadPart) -> Fields:
         return {name: x[:, heads.index : heads.index + 1] for name, x in fields.items()}
 
-    if dst.slot.heads == src.slot.heads:
+    if dst.buffer.heads == src.buffer.heads:
         return dst.fields, src.fields
-    if dst.slot.heads.count == 1:
-        return cut(dst.fields, src.slot.heads), src.fields
-    if src.slot.heads.count > 1:
+    if dst.buffer.heads.count == 1:
+        return cut(dst.fields, src.buffer.heads), src.fields
+    if src.buffer.heads.count > 1:
         raise PlanError("an op mixes two different parts of the heads")
-    return dst.fields, cut(src.fields, dst.slot.heads)
+    return dst.fields, cut(src.fields, dst.buffer.heads)
 
 
 def _take_stats(query: Fields, saved: Fields) -> None:
@@ -157,7 +157,7 @@ def _claim(current: Tensor, owners: Tensor, rows: Tensor) -> None:
     current[rows] = owners[rows]
 
 
-Records = list[dict[str, Fields]]  # of every rank's pinned slots, by name
+Records = list[dict[str, Fields]]  # of every rank's arguments, by name
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ class _Expected:
     blocks: Blocks
     asking: Mapping[int, int] | None = None
 
-    def positions(self, rank: int, slot: Slot) -> Tensor:
-        """Positions of the rows that a slot must have."""
-        positions = _positions_of(self.blocks, rank, slot)
-        return positions[: self.asking[rank]] if self.asking is not None and slot.kind == Kind.ACC else positions
+    def positions(self, rank: int, buffer: Buffer) -> Tensor:
+        """Positions of the rows that a buffer must have."""
+        positions = _positions_of(self.blocks, rank, buffer)
+        return positions[: self.asking[rank]] if self.asking is not None and buffer.kind == Kind.PARTIAL else positions
 
 
 def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool, before: int | None = None) -> None:
@@ -194,20 +194,22 @@ def _prove_recompute(plan: AttentionPlan, expected: _Expected, forward: Records,
     """What the recompute pass leaves: as much as forward left, given the inputs and the rows that were kept."""
     given = _given(plan, expected.blocks)
     for rank, records in enumerate(forward):
-        if "saved" in records:
+        if "out_lse" in records:
             assert expected.asking is not None
             kept_from = expected.asking[rank]
-            kept = {name: poison(tensor.clone()) for name, tensor in records["saved"].items()}
+            kept = {name: poison(tensor.clone()) for name, tensor in records["out_lse"].items()}
             for name, tensor in kept.items():
-                tensor[kept_from:] = records["saved"][name][kept_from:]
-            given[rank]["saved"] = kept
+                tensor[kept_from:] = records["out_lse"][name][kept_from:]
+            given[rank]["out_lse"] = kept
     left = _run_on_records(plan, expected.blocks, given, late=late)
     # `saved` is compared too, of which only a part was given.
     _check_counts(plan, expected, left, [{}] * plan.size)
     for rank, (records, again) in enumerate(zip(forward, left, strict=True)):
-        for pin in ("ring_q", "ring_kv", "kv_last"):
-            if pin in records and any(not torch.equal(x, again[pin][name]) for name, x in records[pin].items()):
-                raise PlanError(f"rank {rank}: the recompute pass left another {pin} than the forward pass")
+        for argument in ("ring_q", "ring_kv", "final_kv"):
+            if argument in records and any(
+                not torch.equal(x, again[argument][name]) for name, x in records[argument].items()
+            ):
+                raise PlanError(f"rank {rank}: the recompute pass left another {argument} than the forward pass")
     return left
 
 
@@ -229,7 +231,11 @@ def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late
     ]
     lockstep(executions, hub)
     return [
-        {slot.pin: fields for slot, fields in zip(plan.ranks[r].slots, e.slots, strict=True) if slot.pin is not None}
+        {
+            buffer.argument: fields
+            for buffer, fields in zip(plan.ranks[r].buffers, e.buffers, strict=True)
+            if buffer.argument is not None
+        }
         for r, e in enumerate(executions)
     ]
 
@@ -237,39 +243,39 @@ def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late
 def _check_counts(plan: AttentionPlan, expected: _Expected, records: Records, given: Records) -> None:
     """Compare all sums that a run left, but for those that it was given, with the mask."""
     for rank, rank_plan in plan.ranks.items():
-        for slot in rank_plan.slots:
-            if slot.pin is not None and slot.kind not in PAYLOAD and slot.pin not in given[rank]:
-                dense = expected.dense.T if slot.kind in KV_SUMS else expected.dense
-                _compare(rank, slot, records[rank][slot.pin], expected.positions(rank, slot), dense)
+        for buffer in rank_plan.buffers:
+            if buffer.argument is not None and buffer.kind not in PAYLOAD and buffer.argument not in given[rank]:
+                dense = expected.dense.T if buffer.kind in KV_SUMS else expected.dense
+                _compare(rank, buffer, records[rank][buffer.argument], expected.positions(rank, buffer), dense)
 
 
 def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArithmetic) -> dict[str, Fields]:
-    """Records of the pinned payload slots that the caller fills: of its own rows, or (backward) of the ring's."""
+    """Records of the payload arguments that the caller fills: of its own rows, or (backward) of the ring's."""
     inputs = {}
-    for slot in plan.slots:
-        if slot.pin in INPUT_PINS and slot.kind in PAYLOAD:
-            fields = arithmetic.allocate(slot)
-            made = {"dout", "stats"} if "dout" in plan.pins else set()  # by the plan
-            for name in fields.keys() - made if slot.kind in (Kind.QX, Kind.QO) else fields.keys():
-                fields[name].copy_(_positions_of(blocks, rank, slot)[:, None].expand(fields[name].shape))
-            inputs[str(slot.pin)] = fields
+    for buffer in plan.buffers:
+        if buffer.argument in INPUT_PINS and buffer.kind in PAYLOAD:
+            fields = arithmetic.allocate(buffer)
+            made = {"dout", "stats"} if "dout" in plan.arguments else set()  # by the plan
+            for name in fields.keys() - made if buffer.kind in (Kind.Q_DOUT_STATS, Kind.Q_DOUT_OUT) else fields.keys():
+                fields[name].copy_(_positions_of(blocks, rank, buffer)[:, None].expand(fields[name].shape))
+            inputs[str(buffer.argument)] = fields
     return inputs
 
 
-def _positions_of(blocks: Blocks, rank: int, slot: Slot) -> Tensor:
-    """Positions of the rows of a pinned slot: slots of some heads hold the rows of the ring."""
-    if slot.heads.count == 1:
+def _positions_of(blocks: Blocks, rank: int, buffer: Buffer) -> Tensor:
+    """Positions of the rows of an argument: buffers of some heads hold the rows of the ring."""
+    if buffer.heads.count == 1:
         return torch.from_numpy(blocks.home.positions(rank))
     return torch.from_numpy(blocks.ring.positions(blocks.grid.place(rank)[0]))
 
 
-def _compare(rank: int, slot: Slot, records: Fields, positions: Tensor, dense: Tensor) -> None:
+def _compare(rank: int, buffer: Buffer, records: Fields, positions: Tensor, dense: Tensor) -> None:
     if len(records["count"]) != len(positions):
-        raise PlanError(f"rank {rank}: {slot.pin} has {len(records['count'])} rows instead of {len(positions)}")
+        raise PlanError(f"rank {rank}: {buffer.argument} has {len(records['count'])} rows instead of {len(positions)}")
     expected = dense[positions][:, None].expand(records["count"].shape)
     if not torch.equal(records["count"], expected):
         wrong = (records["count"] != expected).sum().item()
-        raise PlanError(f"rank {rank}: {slot.pin} has {wrong} wrong counts")
+        raise PlanError(f"rank {rank}: {buffer.argument} has {wrong} wrong counts")
     touched = expected.any(-1)
     if not torch.equal(records["owner"][touched], positions[:, None].expand(touched.shape)[touched]):
-        raise PlanError(f"rank {rank}: {slot.pin} rows belong to other tokens")
+        raise PlanError(f"rank {rank}: {buffer.argument} rows belong to other tokens")

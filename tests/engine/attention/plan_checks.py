@@ -57,10 +57,10 @@ def check_plans(
 
 def check_places(plan: RankPlan) -> None:
     """Only loads and stores touch host memory."""
-    views = [view for tile in plan.tiles() for view in (tile.q, tile.kv, tile.acc, tile.acc_kv)]
+    views = [view for tile in plan.tiles() for view in (tile.q, tile.kv, tile.sums, tile.kv_sums)]
     views += [view for step in plan.steps for op in (*step.pre, *step.after) for view in (op.dst, op.src)]
     views += [transfer.view for transfer in plan.transfers() if transfer.source is None]
-    assert {plan.slots[view.slot].where for view in views if view} <= {"device"}
+    assert {plan.buffers[view.buffer].where for view in views if view} <= {"device"}
 
 
 def check_tiles(plans: PlanPair, blocks: Blocks, visible: torch.Tensor, before: int | None) -> None:
@@ -97,4 +97,4 @@ def same_but_for_step_numbers(alone: RankPlan, of_all: RankPlan) -> bool:
     """Whether a rank that planned alone has its part of the whole: steps in which no planned rank acts are left out."""
     steps = [[(s.pre, s.post, s.tiles, s.wait, s.after) for s in plan.steps] for plan in (alone, of_all)]
     assert all(a.index < b.index for a, b in pairwise(alone.steps))
-    return alone.slots == of_all.slots and steps[0] == steps[1]
+    return alone.buffers == of_all.buffers and steps[0] == steps[1]

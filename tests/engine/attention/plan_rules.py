@@ -43,7 +43,7 @@ def check_rules(plan: AttentionPlan) -> None:
 
 def flights_of(plan: RankPlan) -> list[Flight]:
     """Of every message that is waited for."""
-    posted = {t.message: (t, step.index) for step in plan.steps for t in step.post}
+    posted = {t.tag: (t, step.index) for step in plan.steps for t in step.post}
     return [Flight(*posted[message], step.index) for step in plan.steps for message in step.wait]
 
 
@@ -54,18 +54,20 @@ def views_of(step: Step) -> Iterator[View]:
 
 
 def outside(plan: RankPlan) -> Iterator[str]:
-    """Every view lies inside its slot."""
+    """Every view lies inside its buffer."""
     for step in plan.steps:
         for view in views_of(step):
-            if not (0 <= view.slot < len(plan.slots) and 0 <= view.start < view.stop <= plan.slots[view.slot].rows):
-                yield f"step {step.index}: {view} lies outside its slot"
+            if not (
+                0 <= view.buffer < len(plan.buffers) and 0 <= view.start < view.stop <= plan.buffers[view.buffer].rows
+            ):
+                yield f"step {step.index}: {view} lies outside its buffer"
 
 
 def misrouted(plan: RankPlan) -> Iterator[str]:
     """A copy goes from one memory to the other, on the channel of its way; a message starts and ends on devices."""
     ways = {"load": (Channel.TO_DEVICE, "host", "device"), "store": (Channel.TO_HOST, "device", "host")}
     for transfer in plan.transfers():
-        found = [plan.slots[view.slot].where for view in (transfer.source, transfer.view) if view is not None]
+        found = [plan.buffers[view.buffer].where for view in (transfer.source, transfer.view) if view is not None]
         channel = transfer.channel if transfer.channel in HOST_CHANNELS else None
         if (channel, *found) != ways.get(transfer.op, (None, "device")):
             yield f"{transfer} from and to {found}"
@@ -80,7 +82,7 @@ def unordered(flights: list[Flight]) -> Iterator[str]:
 
 def overlap(one: View, other: View) -> bool:
     """Whether the two share a row."""
-    return one.slot == other.slot and one.start < other.stop and other.start < one.stop
+    return one.buffer == other.buffer and one.start < other.stop and other.start < one.stop
 
 
 def touched(plan: RankPlan, flights: list[Flight]) -> Iterator[str]:
@@ -96,7 +98,7 @@ def touched(plan: RankPlan, flights: list[Flight]) -> Iterator[str]:
         (5 * step.index + 2, view, writes)
         for step in plan.steps
         for tile in step.tiles
-        for view, writes in ((tile.q, False), (tile.kv, False), (tile.acc, True), (tile.acc_kv, True))
+        for view, writes in ((tile.q, False), (tile.kv, False), (tile.sums, True), (tile.kv_sums, True))
     ]
     for flight in flights:
         for (held, fills), (time, view, writes) in product(flight.held(), uses):
@@ -115,10 +117,10 @@ def disagreeing(plan: AttentionPlan, flights: dict[int, list[Flight]]) -> Iterat
     ends: defaultdict[int, list[tuple[object, ...]]] = defaultdict(list)
     for rank, own in flights.items():
         for transfer, post, wait in own:
-            slot = plan.ranks[rank].slots[transfer.view.slot]
+            buffer = plan.ranks[rank].buffers[transfer.view.buffer]
             rows = transfer.view.stop - transfer.view.start
             sides = (transfer.peer, rank) if transfer.op == "recv" else (rank, transfer.peer)
-            ends[transfer.message].append((sides, post, wait, transfer.channel, rows, slot.kind, slot.heads))
+            ends[transfer.tag].append((sides, post, wait, transfer.channel, rows, buffer.kind, buffer.heads))
     for message, both in ends.items():
         alone = both[0][0] == both[0][0][::-1]  # type: ignore[index]
         if len(both) != 2 - alone or len(set(both)) != 1:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
-from engine.attention.buffers import BufferPool, Place, allocate_bytes
+from engine.attention.buffers import BufferLocation, BufferPool, allocate_bytes
 from engine.attention.library import ContextParallel, open_channels
-from engine.attention.transport import Parcel, Transport
+from engine.attention.transport import P2POp, Transport
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.parallel.mesh import build_mesh
@@ -53,9 +53,9 @@ class Recording:
         self.wait = transport.wait
         self.ends: set[tuple[str, str, int]] = set()
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        self.ends |= {(parcel.channel, parcel.op, parcel.peer) for parcel in parcels}
-        self._transport.post(parcels)
+    def post(self, ops: Sequence[P2POp]) -> None:
+        self.ends |= {(op.channel, op.op, op.peer) for op in ops}
+        self._transport.post(ops)
 
 
 def config_of(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> RunConfig:
@@ -198,9 +198,9 @@ def blocks_per_step() -> tuple[list[int], int]:
     """Blocks allocated up to each of five training steps, and bytes that stay."""
     sizes: list[int] = []
 
-    def allocate(place: Place, size: int) -> torch.Tensor:
+    def allocate(location: BufferLocation, size: int) -> torch.Tensor:
         sizes.append(size)
-        return allocate_bytes(place, size)
+        return allocate_bytes(location, size)
 
     pool = BufferPool(allocate=allocate)
     layer = build(35, 2, {"preset": "burst"}, 2).with_runtimes(lambda runtime: replace(runtime, pool=pool))

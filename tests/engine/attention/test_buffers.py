@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.buffers import BufferPool, Place, allocate_bytes
+from engine.attention.buffers import BufferLocation, BufferPool, allocate_bytes
 
-CPU = Place(torch.device("cpu"))
-HOST = Place(torch.device("cpu"), stream=1)  # another place in the same memory
+CPU = BufferLocation(torch.device("cpu"))
+HOST = BufferLocation(torch.device("cpu"), stream=1)  # another location in the same memory
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([torch.bfloat16, torch.float32])), max_size=6)
 
 
@@ -21,16 +21,16 @@ class Counting:
         self.calls = 0
         self.bytes = 0
 
-    def __call__(self, place: Place, size: int) -> Tensor:
+    def __call__(self, location: BufferLocation, size: int) -> Tensor:
         self.calls += 1
         self.bytes += size
-        return allocate_bytes(place, size)
+        return allocate_bytes(location, size)
 
 
-def fill(pool: BufferPool, shapes, place: Place = CPU) -> None:
+def fill(pool: BufferPool, shapes, location: BufferLocation = CPU) -> None:
     lease = pool.lease()
     for rows, dtype in shapes:
-        lease.empty((rows, 2, 8), dtype, place).zero_()
+        lease.empty((rows, 2, 8), dtype, location).zero_()
     lease.close()
 
 

@@ -23,9 +23,9 @@ def method(heads: int = 1, inner: int = 1, outer: int = 1, **changes: object) ->
 def device_rows(plan: AttentionPlan) -> dict[str, int]:
     """Rows of the device's buffers of rank 0, by kind."""
     found: dict[str, int] = {}
-    for slot in plan.ranks[0].slots:
-        if slot.where == "device":
-            found[slot.kind] = found.get(slot.kind, 0) + slot.rows
+    for buffer in plan.ranks[0].buffers:
+        if buffer.where == "device":
+            found[buffer.kind] = found.get(buffer.kind, 0) + buffer.rows
     return found
 
 
@@ -59,13 +59,13 @@ def test_a_causal_pipeline_of_one_rank_moves_few_chunks(chunks):
     moved: dict[tuple[str, str, str], int] = {}
     for plan in (plans.forward, plans.backward):
         for transfer in plan.ranks[0].transfers():
-            key = plan.direction, transfer.op, plan.ranks[0].slots[transfer.view.slot].kind
+            key = plan.direction, transfer.op, plan.ranks[0].buffers[transfer.view.buffer].kind
             moved[key] = moved.get(key, 0) + 1
     pairs = chunks * (chunks + 1) // 2
-    assert moved["forward", "load", "q"] == moved["forward", "store", "saved"] == chunks
+    assert moved["forward", "load", "q"] == moved["forward", "store", "out_lse"] == chunks
     assert moved["backward", "load", "kv"] == moved["backward", "store", "dkv_cast"] == chunks
     assert moved["forward", "load", "kv"] <= max(1, pairs - chunks + 1)  # turning around saves at least one per row
-    assert moved["backward", "load", "qx"] <= max(1, pairs - chunks + 1)
+    assert moved["backward", "load", "q_dout_stats"] <= max(1, pairs - chunks + 1)
     loads, stores = moved.get(("backward", "load", "dq"), 0), moved["backward", "store", "dq"]
     assert stores == loads + chunks  # a chunk that stays on the device is neither stored nor fetched
     assert loads <= max(0, pairs - 2 * chunks + 1)

@@ -26,7 +26,7 @@ from engine.attention.merge import backward_stats
 from engine.planning.program.ops import Tile, View
 from engine.planning.visibility.mask import UNBOUNDED, Band, normalise
 
-ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
+ANY = View(0, 0, 1)  # of which buffer and rows an operand is was settled when its fields were cut
 
 
 def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
@@ -37,12 +37,12 @@ def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
     arithmetic = TensorArithmetic(shape, kernel)
     acc = {"out": torch.zeros(q.shape, device=device), "lse": torch.full(q.shape[:2], -torch.inf, device=device)}
     kv = {"k": inputs.k, "v": inputs.v}
-    arithmetic.run_tile(tile, {"q": {"q": q}, "kv": kv, "acc": acc})
+    arithmetic.run_tile(tile, {"q": {"q": q}, "kv": kv, "sums": acc})
     stats = backward_stats(inputs.dout, acc["out"].to(q.dtype), acc["lse"])
     dq = torch.zeros(q.shape, device=device)
     dkv = torch.zeros(inputs.k.shape[0], 2, *inputs.k.shape[1:], device=device)
     qx = {"q": q, "dout": inputs.dout, "stats": stats}
-    arithmetic.run_tile(tile, {"q": qx, "kv": kv, "acc": {"dq": dq}, "acc_kv": {"dkv": dkv}})
+    arithmetic.run_tile(tile, {"q": qx, "kv": kv, "sums": {"dq": dq}, "kv_sums": {"dkv": dkv}})
     arithmetic.finish_step()
     return {**acc, "dq": dq, "dkv": dkv}
 

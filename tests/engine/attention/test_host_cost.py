@@ -60,7 +60,7 @@ class IdleStreams:
     def copy(self, source: Tensor, target: Tensor) -> None:
         raise AssertionError("nothing lies on the host")
 
-    def start(self, channel: object, parcels: object) -> list[list[Any]]:
+    def start(self, channel: object, ops: object) -> list[list[Any]]:
         return []
 
 

@@ -54,12 +54,12 @@ def broken(steps: list[Step], rng: random.Random) -> tuple[str, list[Step]]:
 
 def moved(item: Any, rng: random.Random) -> Any:
     """A message's number is another; of an operation, a tile or a transfer one view is."""
-    names = ("dst", "src", "view", "q", "kv", "acc", "acc_kv")
+    names = ("dst", "src", "view", "q", "kv", "sums", "kv_sums")
     views = [(name, view) for name in names if isinstance(view := getattr(item, name, None), View)]
     if not views:
         return item + 1
     name, view = rng.choice(views)
-    changes = [view._replace(slot=view.slot + 1), View(view.slot, view.start + 1, view.stop + 1)]
+    changes = [view._replace(buffer=view.buffer + 1), View(view.buffer, view.start + 1, view.stop + 1)]
     return item._replace(**{name: rng.choice(changes)})
 
 

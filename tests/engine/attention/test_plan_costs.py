@@ -50,7 +50,7 @@ def exposed(plan: RankPlan) -> list[Channel]:
     found = []
     posted: dict[int, tuple[Channel, int]] = {}
     for step in plan.steps:
-        posted |= {transfer.message: (transfer.channel, step.index) for transfer in step.post}
+        posted |= {transfer.tag: (transfer.channel, step.index) for transfer in step.post}
         for message in step.wait:
             channel, post = posted[message]
             if not any(other.tiles for other in plan.steps if post <= other.index <= step.index):
@@ -60,7 +60,9 @@ def exposed(plan: RankPlan) -> list[Channel]:
 
 def travelling(plan: AttentionPlan, kind: Kind) -> int:
     """Most buffers of a kind that a rank has besides its inputs and outputs."""
-    return max(sum(slot.kind == kind and slot.pin is None for slot in p.slots) for p in plan.ranks.values())
+    return max(
+        sum(buffer.kind == kind and buffer.argument is None for buffer in p.buffers) for p in plan.ranks.values()
+    )
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -224,10 +226,10 @@ def test_all_but_the_last_gathered_gradient_hide_behind_tiles(inner: int, outer:
 # ---- buffers and planning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("inner", "outer", "slots"), [(8, 1, 2), (4, 2, 3), (4, 4, 4)])
-def test_travelling_blocks_need_few_buffers(inner: int, outer: int, slots: int) -> None:
+@pytest.mark.parametrize(("inner", "outer", "buffers"), [(8, 1, 2), (4, 2, 3), (4, 4, 4)])
+def test_travelling_blocks_need_few_buffers(inner: int, outer: int, buffers: int) -> None:
     ring = ring_method(inner, outer)
-    assert travelling(plans_of(ring, Mask(4 * ring.cp_size)).forward, Kind.KV) <= slots
+    assert travelling(plans_of(ring, Mask(4 * ring.cp_size)).forward, Kind.KV) <= buffers
     plans = plans_of(ring_method(4, 2, kv_transport="all_gather"))  # gathered ones no longer than they must
     assert (travelling(plans.forward, Kind.KV), travelling(plans.backward, Kind.DKV) <= 3) == (6, True)
 

@@ -66,13 +66,13 @@ def test_balance_tells_a_contiguous_layout_from_zigzag() -> None:
 
 def test_buffers_of_a_ring_are_two_blocks_beside_its_inputs() -> None:
     forward = preview_of("ring").passes[0].largest_buffers
-    working = [buffers for buffers in forward.buffers if not buffers.pinned]
+    working = [buffers for buffers in forward.buffers if not buffers.is_argument]
     rows = TOKENS // 4
-    assert [(b.kind, b.where, b.slots, b.rows, b.size_bytes) for b in working] == [
+    assert [(b.kind, b.where, b.buffers, b.rows, b.size_bytes) for b in working] == [
         ("kv", "device", 2, 2 * rows, 2 * rows * KV_WIDTH * 2)
     ]
     assert forward.buffer_bytes("device") == sum(b.size_bytes for b in forward.buffers)
-    assert forward.buffer_bytes("device", pinned=False) == working[0].size_bytes
+    assert forward.buffer_bytes("device", is_argument=False) == working[0].size_bytes
     assert forward.buffer_bytes("host") == 0
 
 
@@ -100,24 +100,24 @@ AGAIN = {
     "balance": 1.0,
     "bytes_per_layer": {"intra_bytes": 4 * 16, "inter_bytes": 0, "host_bytes": 0},
     "buffers": {
-        "device": {"bytes": 8 * (16 + 16) + 4 * 16 + 4 * 40, "pinned_bytes": 8 * (16 + 16) + 4 * 40},
-        "host": {"bytes": 0, "pinned_bytes": 0},
+        "device": {"bytes": 8 * (16 + 16) + 4 * 16 + 4 * 40, "argument_bytes": 8 * (16 + 16) + 4 * 40},
+        "host": {"bytes": 0, "argument_bytes": 0},
         "rank": 0,
         "kinds": [
             {
                 "kind": kind,
                 "head_parts": 1,
                 "where": "device",
-                "pinned": pinned,
-                "slots": 1,
+                "is_argument": is_argument,
+                "buffers": 1,
                 "rows": rows,
                 "size_bytes": n,
             }
-            for kind, pinned, rows, n in (
+            for kind, is_argument, rows, n in (
                 ("kv", True, 8, 128),
                 ("kv", False, 4, 64),
                 ("q", True, 8, 128),
-                ("acc", True, 4, 160),
+                ("partial", True, 4, 160),
             )
         ],
     },

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, NoStreams, StreamTransport
-from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
+from engine.attention.transport import GroupMessenger, Meter, P2POp, make_channel_groups
 from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 
@@ -35,8 +35,8 @@ def exchange(device_type: str) -> tuple[list[float], LinkBytes]:
     for number, channel in enumerate(CHANNELS):
         mine, theirs = 2 * number + rank, 2 * number + 1 - rank
         ends = [
-            Parcel(mine, "send", channel, 1 - rank, (sent[number],)),
-            Parcel(theirs, "recv", channel, 1 - rank, (received[number],)),
+            P2POp(mine, "send", channel, 1 - rank, (sent[number],)),
+            P2POp(theirs, "recv", channel, 1 - rank, (received[number],)),
         ]
         staged.post(ends)
         sent[number].fill_(99.0)  # gloo would send these: it reads the buffer that it was given
@@ -58,7 +58,7 @@ def test_loads_and_stores_beside_messages_keep_to_the_device() -> None:
     meter = Meter(Topology(1, 1), 0)
     transport: StreamTransport[None] = StreamTransport(NoStreams(), StagedMessenger(GroupMessenger({}, (0,))), meter)
     source, target = torch.arange(4.0), torch.zeros(4)
-    transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), (target,))])
+    transport.post([P2POp(0, "store", Channel.TO_HOST, 0, (source,), (target,))])
     transport.wait([0])
     assert torch.equal(source, target)
     assert transport.meter.sent == LinkBytes(host_bytes=16)

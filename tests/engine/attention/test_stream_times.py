@@ -13,7 +13,7 @@ from timed_streams import TimedStreams
 
 from engine.attention.stream_times import Times, TransferTimes, total
 from engine.attention.streams import StreamTransport
-from engine.attention.transport import Meter, Parcel
+from engine.attention.transport import Meter, P2POp
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept
 from engine.planning.methods.topology import Topology
@@ -84,12 +84,10 @@ class Wires:
     def __init__(self, streams: TimedStreams, topology: Topology, late_s: float = 0.0) -> None:
         self._streams, self._topology, self._late_s = streams, topology, late_s
 
-    def start(self, channel: Channel, parcels: Sequence[Parcel]) -> list[list[Wires]]:
-        seconds = max(
-            parcel.num_bytes / (16.0 if self._topology.same_node(0, parcel.peer) else 4.0) for parcel in parcels
-        )
+    def start(self, channel: Channel, ops: Sequence[P2POp]) -> list[list[Wires]]:
+        seconds = max(op.num_bytes / (16.0 if self._topology.same_node(0, op.peer) else 4.0) for op in ops)
         self._streams.hold(channel, self._streams.record(channel) + self._late_s + seconds)
-        return [[self] for _ in parcels]
+        return [[self] for _ in ops]
 
     def wait(self) -> None:
         """The channel's stream waits, which it has."""
@@ -106,7 +104,7 @@ def test_exposed_messages_are_told_as_a_share_of_what_an_idle_wire_takes(
     transport = StreamTransport(streams, Wires(streams, topology, late_s), Meter(topology, 0), streams)
     transport.messages.start()
     channels = ((1, Channel.PAYLOAD_INNER), (2, Channel.PAYLOAD_OUTER))
-    transport.post([Parcel(peer, "send", channel, peer, (torch.zeros(ELEMENTS),)) for peer, channel in channels])
+    transport.post([P2POp(peer, "send", channel, peer, (torch.zeros(ELEMENTS),)) for peer, channel in channels])
     streams.compute(compute_s)
     transport.wait([1, 2])
     idle_s = WIRE.idle_wire_s(transport.meter.sent, topology.local_ranks)
@@ -150,7 +148,7 @@ def test_a_plans_copies_and_messages_are_told_apart() -> None:
     for times in (transport.copies, transport.messages):
         times.start()
     source, target = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
-    transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), into=(target,))])  # 2 s
+    transport.post([P2POp(0, "store", Channel.TO_HOST, 0, (source,), into=(target,))])  # 2 s
     streams.compute(0.5)
     transport.wait([0])
     assert transport.copies.read() == Times(32, 2.0, 1.5)

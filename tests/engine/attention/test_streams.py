@@ -16,16 +16,16 @@ from testkit.stream_machine import DeadlockError, DeferredArithmetic, Machine, M
 from torch import Tensor
 
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
-from engine.attention.buffers import BufferPool, compute_place
+from engine.attention.buffers import BufferPool, buffer_location
 from engine.attention.executor import Execution, Fields
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats
 from engine.attention.streams import StreamTransport
-from engine.attention.transport import Meter, Parcel
+from engine.attention.transport import Meter, P2POp
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.program.ops import AttentionPlan, Channel, Slot
+from engine.planning.program.ops import AttentionPlan, Buffer, Channel
 from engine.planning.schedules.plan import plan_method
 from engine.planning.visibility.mask import Mask
 
@@ -41,11 +41,11 @@ class PooledArithmetic(TensorArithmetic):
         super().__init__(SHAPE, ReferenceKernel())
         self.lease = pool.lease()
 
-    def allocate(self, slot: Slot) -> Fields:
-        if slot.pin is not None:
-            return {name: poison(tensor) for name, tensor in super().allocate(slot).items()}
-        place = compute_place(SHAPE.device, slot.where)
-        shapes = {name: ((slot.rows, *tail), dtype) for name, (tail, dtype) in self._field_shapes(slot).items()}
+    def allocate(self, buffer: Buffer) -> Fields:
+        if buffer.argument is not None:
+            return {name: poison(tensor) for name, tensor in super().allocate(buffer).items()}
+        place = buffer_location(SHAPE.device, buffer.where)
+        shapes = {name: ((buffer.rows, *tail), dtype) for name, (tail, dtype) in self._field_shapes(buffer).items()}
         return {name: poison(self.lease.empty(*given, place)) for name, given in shapes.items()}
 
 
@@ -64,10 +64,10 @@ class Group:
     def start(self, plan: AttentionPlan, inputs: list[dict[str, Fields]]) -> list[Execution]:
         """Give all ranks' work to the streams, one rank after the other: no host waits for another."""
         executions = []
-        for rank, pinned in enumerate(inputs):
+        for rank, arguments in enumerate(inputs):
             pooled = PooledArithmetic(self.pools[rank])
             arithmetic = DeferredArithmetic(pooled, self.machine, rank)
-            execution = Execution(plan.ranks[rank], arithmetic, self.transports[rank], pinned)
+            execution = Execution(plan.ranks[rank], arithmetic, self.transports[rank], arguments)
             execution.run()
             pooled.lease.close()  # the next run reuses the memory, ordered by the streams alone
             executions.append(execution)
@@ -98,17 +98,17 @@ class Case:
         for i in self.index:
             dout, out, lse = self.data.dout[i], self.want["out"][i], self.want["lse"][i]
             query = {"q": self.data.q[i], "dout": dout, "out": out, "lse": lse, "stats": backward_stats(dout, out, lse)}
-            result.append({"qx": query, "kv": {"k": self.data.k[i], "v": self.data.v[i]}})
+            result.append({"q_dout": query, "kv": {"k": self.data.k[i], "v": self.data.v[i]}})
         return result
 
     def check_forward(self, executions: list[Execution]) -> None:
         for name in ("out", "lse"):
-            self.check(name, [execution.pinned("acc")[name] for execution in executions])
+            self.check(name, [execution.argument("partial")[name] for execution in executions])
 
     def check_backward(self, executions: list[Execution]) -> None:
-        self.check("dq", [execution.pinned("dq")["dq"] for execution in executions])
+        self.check("dq", [execution.argument("dq")["dq"] for execution in executions])
         for part, name in enumerate(("dk", "dv")):
-            self.check(name, [execution.pinned("dkv")["dkv"][:, part] for execution in executions])
+            self.check(name, [execution.argument("dkv")["dkv"][:, part] for execution in executions])
 
     def check(self, name: str, parts: list[Tensor]) -> None:
         assert ((gather(self.index, parts) - self.want[name]).abs() < 1e-10).all(), name
@@ -206,7 +206,7 @@ def exchange_on_two_channels(machine: Machine, starts) -> None:
     channels = [Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER]
     for rank, order in enumerate((channels, channels[::-1])):
         ends = [
-            Parcel(2 * channels.index(channel) + (op == "send") ^ rank, op, channel, 1 - rank, (torch.zeros(1),))
+            P2POp(2 * channels.index(channel) + (op == "send") ^ rank, op, channel, 1 - rank, (torch.zeros(1),))
             for channel in order
             for op in ("send", "recv")
         ]
@@ -242,7 +242,7 @@ def test_copies_between_host_and_device_are_ordered_by_the_plans_waits(seed: int
     [execution] = group.start(plans.forward, case.forward_inputs())
     assert group.machine.races() == []
     group.machine.run(seed)
-    for name, value in execution.pinned("saved").items():
+    for name, value in execution.argument("out_lse").items():
         case.check(name, [value])
 
 
@@ -250,7 +250,7 @@ def test_a_run_that_broke_off_leaves_nothing_in_flight_unordered() -> None:
     group = Group(2)
     channel, tensors = Channel.PAYLOAD_INNER, [torch.zeros(3), torch.zeros(3)]
     for rank, op in enumerate(("send", "recv")):
-        group.transports[rank].post([Parcel(0, op, channel, 1 - rank, (tensors[rank],))])  # and never waits
+        group.transports[rank].post([P2POp(0, op, channel, 1 - rank, (tensors[rank],))])  # and never waits
         group.transports[rank].settle()
         after = group.machine.enqueue((rank, None), "reuse", [], lambda: None)
         assert all(op.before(after) for op in group.machine.ops[:-1] if op.stream[0] == rank)

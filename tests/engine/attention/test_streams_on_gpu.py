@@ -9,7 +9,7 @@ import torch
 from testkit.stream_machine import host_waits_are_errors
 
 from engine.attention.streams import CudaStreams, StreamTransport
-from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
+from engine.attention.transport import GroupMessenger, Meter, P2POp, make_channel_groups
 from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import Channel
 
@@ -30,10 +30,10 @@ def test_copies_on_the_gpu_wait_for_compute_and_compute_for_them() -> None:
         for value in (1.0, 2.0):
             delay()
             source.fill_(value)
-            transport.post([Parcel(0, "store", Channel.TO_HOST, 0, (source,), (host,))])
+            transport.post([P2POp(0, "store", Channel.TO_HOST, 0, (source,), (host,))])
             transport.wait([0])
             source.fill_(-1.0)
-            transport.post([Parcel(1, "load", Channel.TO_DEVICE, 0, (host,), (target,))])
+            transport.post([P2POp(1, "load", Channel.TO_DEVICE, 0, (host,), (target,))])
             delay()
             transport.wait([1])
             seen = target.clone()
@@ -52,7 +52,7 @@ def messages_to_itself() -> bool:
         torch.cuda.synchronize()
         delay()
         source.fill_(float(value))
-        ends = [Parcel(0, "send", channel, 0, (source,)), Parcel(1, "recv", channel, 0, (target,))]
+        ends = [P2POp(0, "send", channel, 0, (source,)), P2POp(1, "recv", channel, 0, (target,))]
         transport.post(ends)
         transport.wait([0, 1])
         source.fill_(-1.0)

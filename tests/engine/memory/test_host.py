@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
-from engine.attention.buffers import BufferPool, allocate_tensor, compute_place
+from engine.attention.buffers import BufferPool, allocate_tensor, buffer_location
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.memory.host import HostMemoryError, HostPool, host_empty, lies_in_host_memory, piece_sizes
 from engine.memory.predict import predict_memory
@@ -37,7 +37,7 @@ def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
 
 def test_host_slots_of_plans_are_host_memory_on_a_cpu_too() -> None:
     for where, expected in (("host", True), ("device", False)):
-        place = compute_place(CPU, where)
+        place = buffer_location(CPU, where)
         assert lies_in_host_memory(BufferPool().lease().empty((3, 2), torch.float32, place)) is expected
         assert lies_in_host_memory(allocate_tensor((3, 2), torch.float32, place)) is expected
 

@@ -39,7 +39,7 @@ def test_a_rehearsal_keeps_the_buffers_and_the_largest_tiles(preset: str) -> Non
         kinds = {op.op for step in plan.steps for op in (*step.pre, *step.after)}
         short = rehearsed(plan)
         assert {op.op for step in short.steps for op in step.pre} == kinds
-        assert short.slots == plan.slots
+        assert short.buffers == plan.buffers
         assert len(short.steps) == 1
         assert not list(short.transfers())
         assert set(short.tiles()) <= set(plan.tiles())

@@ -17,12 +17,12 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import (
     AttentionPlan,
+    Buffer,
     Channel,
     HeadPart,
     Kind,
     LocalOp,
     RankPlan,
-    Slot,
     Step,
     Tile,
     TokenBytes,
@@ -51,7 +51,8 @@ def test_a_token_takes_what_its_fields_take() -> None:
     q, kv, lse, shape = 4 * 8, 2 * 2 * 8, 4, TokenBytes(4, 2, 8, wire_gradient_bytes=3)
     assert {kind.value: shape.of(kind) for kind in Kind} == {
         **{"q": 2 * q, "kv": 2 * kv, "out": 2 * q, "dout": 2 * q, "dq_cast": 2 * q, "dkv_cast": 2 * kv},
-        **{"acc": 4 * (q + lse), "saved": 2 * q + 4 * lse, "qx": 2 * 2 * q + 4 * 2 * lse, "qo": 2 * 2 * q},
+        **{"partial": 4 * (q + lse), "out_lse": 2 * q + 4 * lse},
+        **{"q_dout_stats": 2 * 2 * q + 4 * 2 * lse, "q_dout_out": 2 * 2 * q},
         **{"dq": 4 * q, "dkv": 4 * kv, "dq_wire": 3 * q, "dkv_wire": 3 * kv},
     }
     assert [channel.value for channel in Channel] == ["x.in", "x.out", "g.in", "g.out", "h", "h2d", "d2h"]
@@ -62,19 +63,19 @@ def test_a_tile_costs_its_own_heads_only() -> None:
     tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0))
     for count in (1, 2, 3, 5):
         parts = [HeadPart(index, count) for index in range(count)]
-        slots = [(Slot(Kind.Q, 8, heads=part), Slot(Kind.KV, 8), Slot(Kind.ACC, 8)) for part in parts]
-        assert sum(query_heads(slot[0], shape) for slot in slots) == 12
-        assert sum(tile_flops(tile, slot, shape, "forward") for slot in slots) == 4 * 64 * 12 * 36
-        assert sum(tile_flops(tile, slot, shape, "backward") for slot in slots) == 10 * 64 * 12 * 36
+        buffers = [(Buffer(Kind.Q, 8, heads=part), Buffer(Kind.KV, 8), Buffer(Kind.PARTIAL, 8)) for part in parts]
+        assert sum(query_heads(buffer[0], shape) for buffer in buffers) == 12
+        assert sum(tile_flops(tile, buffer, shape, "forward") for buffer in buffers) == 4 * 64 * 12 * 36
+        assert sum(tile_flops(tile, buffer, shape, "backward") for buffer in buffers) == 10 * 64 * 12 * 36
 
 
 def test_parts_of_different_size_meet_on_the_smaller_one_and_a_cast_moves_both_widths() -> None:
     shape = TokenBytes(num_heads=4, num_kv_heads=4, head_dim=8)
-    slots = (Slot(Kind.Q, 5, heads=HeadPart(0, 2)), Slot(Kind.Q, 5, heads=HeadPart(1, 4)))
+    buffers = (Buffer(Kind.Q, 5, heads=HeadPart(0, 2)), Buffer(Kind.Q, 5, heads=HeadPart(1, 4)))
     both = [LocalOp("copy", View(dst, 0, 5), View(1 - dst, 0, 5)) for dst in range(2)]
-    assert [ViewBytes(slots, shape).moved_by_op(op) for op in both] == [2 * 5 * 8 * 2] * 2
-    slots = (Slot(Kind.DQ, 10), Slot(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
-    moved = ViewBytes(slots, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
+    assert [ViewBytes(buffers, shape).moved_by_op(op) for op in both] == [2 * 5 * 8 * 2] * 2
+    buffers = (Buffer(Kind.DQ, 10), Buffer(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
+    moved = ViewBytes(buffers, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
     assert moved == 6 * (2 * 8 * 4 + 2 * 8 * 2)
 
 
@@ -110,8 +111,8 @@ SLOW = Machine(
 )
 
 
-def block(slot: int) -> View:
-    return View(slot, 0, 4)
+def block(buffer: int) -> View:
+    return View(buffer, 0, 4)
 
 
 def exchange(message: int, rank: int, peer: int, src: int, dst: int, channel: Channel) -> tuple[Transfer, Transfer]:
@@ -123,10 +124,10 @@ def exchange(message: int, rank: int, peer: int, src: int, dst: int, channel: Ch
 
 
 def ring_of_two(rank: int) -> RankPlan:
-    slots = (Slot(Kind.Q, 4, "q"), Slot(Kind.KV, 4, "kv"), Slot(Kind.ACC, 4, "acc"), Slot(Kind.KV, 4))
+    buffers = (Buffer(Kind.Q, 4, "q"), Buffer(Kind.KV, 4, "kv"), Buffer(Kind.PARTIAL, 4, "partial"), Buffer(Kind.KV, 4))
     own, other = (Tile(block(0), block(kv), block(2), Band(0, 4, 0, 4)) for kv in (1, 3))
     posts = exchange(0, rank, 1 - rank, 1, 3, Channel.PAYLOAD_INNER)
-    return RankPlan(rank, slots, (Step(0, post=posts, tiles=(own,), wait=(0, 1)), Step(1, tiles=(other,))))
+    return RankPlan(rank, buffers, (Step(0, post=posts, tiles=(own,), wait=(0, 1)), Step(1, tiles=(other,))))
 
 
 def test_ring_of_two_by_hand() -> None:
@@ -169,14 +170,14 @@ def test_host_pipeline_by_hand() -> None:
     pre: init of 32 bytes, 0.5 s. Loads of 16 and 32 bytes: 0.5..1.75 and, after the first's 1 s, 1.5..3.75. Tile:
     10 causal pairs, 100 FLOPs, and 2 * (16 + 32) bytes merged: 0.625 + 0.25 + 1.5 s. Then add moves 96 bytes: 1.5 s.
     """
-    slots = (
-        Slot(Kind.QX, 4, "qx"),
-        Slot(Kind.KV, 4, "kv", where="host"),
-        Slot(Kind.KV, 4),
-        Slot(Kind.DQ, 4, "dq"),
-        Slot(Kind.DKV, 4, "dkv"),
-        Slot(Kind.DKV, 4),
-        Slot(Kind.DKV, 4, where="host"),
+    buffers = (
+        Buffer(Kind.Q_DOUT_STATS, 4, "q_dout"),
+        Buffer(Kind.KV, 4, "kv", where="host"),
+        Buffer(Kind.KV, 4),
+        Buffer(Kind.DQ, 4, "dq"),
+        Buffer(Kind.DKV, 4, "dkv"),
+        Buffer(Kind.DKV, 4),
+        Buffer(Kind.DKV, 4, where="host"),
     )
     machine = replace(SLOW, elementwise_bytes_per_s=64.0, tile_overhead_s=0.25)
     tile = Tile(block(0), block(2), block(3), Band(0, 4, 0, 4, low=0), block(4))
@@ -193,7 +194,7 @@ def test_host_pipeline_by_hand() -> None:
         wait=(0, 1, 2),
         after=(LocalOp("add", block(4), block(5)),),
     )
-    timeline = replay(AttentionPlan("backward", 1, {0: RankPlan(0, slots, (step,))}), machine, ONE, Topology(1, 1))
+    timeline = replay(AttentionPlan("backward", 1, {0: RankPlan(0, buffers, (step,))}), machine, ONE, Topology(1, 1))
     spans = {(i.lane, i.kind, i.start_s): i.stop_s for i in timeline.intervals}
     tile_stop = 0.5 + 100 / 160 + 0.25 + 2 * (4 * 4 + 4 * 8) / 64
     assert spans == {
@@ -217,9 +218,9 @@ def test_a_channel_is_a_queue_and_another_link_is_free() -> None:
     for rank in range(2):
         first, second = (exchange(2 * n, rank, 1 - rank, 0, n + 1, Channel.PAYLOAD_INNER) for n in range(2))
         load = Transfer(4 + rank, "load", Channel.TO_DEVICE, rank, block(3), block(4))
-        slots = (*(Slot(Kind.KV, 4) for _ in range(4)), Slot(Kind.KV, 4, where="host"))
+        buffers = (*(Buffer(Kind.KV, 4) for _ in range(4)), Buffer(Kind.KV, 4, where="host"))
         steps = (Step(0, post=first), Step(1, post=(*second, load), wait=(0, 1, 2, 3, 4 + rank)))
-        plans[rank] = RankPlan(rank, slots, steps)
+        plans[rank] = RankPlan(rank, buffers, steps)
     timeline = replay(AttentionPlan("forward", 2, plans), SLOW, ONE, Topology(1, 2))
     spans = {(i.lane, i.start_s, i.stop_s) for i in timeline.intervals if i.lane != COMPUTE_LANE}
     assert spans == {("x.in", 0.0, 2.5), ("x.in", 2.5, 5.0), ("h2d", 0.0, 1.25)}
@@ -230,9 +231,9 @@ def exchange_of_all(rank: int, size: int) -> RankPlan:
     others = [peer for peer in range(size) if peer != rank]
     sends = [Transfer(rank * size + peer, "send", Channel.HEADS, peer, block(0)) for peer in others]
     receives = [Transfer(peer * size + rank, "recv", Channel.HEADS, peer, block(peer + 1)) for peer in others]
-    slots = (Slot(Kind.KV, 4, "kv"), *(Slot(Kind.KV, 4) for _ in range(size)))
+    buffers = (Buffer(Kind.KV, 4, "kv"), *(Buffer(Kind.KV, 4) for _ in range(size)))
     posts = (*sends, *receives)
-    return RankPlan(rank, slots, (Step(0, post=posts, wait=tuple(t.message for t in posts)),))
+    return RankPlan(rank, buffers, (Step(0, post=posts, wait=tuple(t.tag for t in posts)),))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
@@ -248,8 +249,8 @@ def test_a_shared_nic_serves_the_ranks_of_a_node_in_turn() -> None:
     for rank in range(4):
         peer = (rank + 2) % 4
         posts = exchange(0, rank, peer, 0, 1, Channel.PAYLOAD_OUTER)
-        slots = (Slot(Kind.KV, 4, "kv"), Slot(Kind.KV, 4))
-        plans[rank] = RankPlan(rank, slots, (Step(0, post=posts, wait=tuple(t.message for t in posts)),))
+        buffers = (Buffer(Kind.KV, 4, "kv"), Buffer(Kind.KV, 4))
+        plans[rank] = RankPlan(rank, buffers, (Step(0, post=posts, wait=tuple(t.tag for t in posts)),))
     plan = AttentionPlan("forward", 4, plans)
     assert replay(plan, SLOW, ONE, Topology(2, 2)).total_s == 8.0 + 1.0
     assert replay(plan, replace(SLOW, shared_nic=True), ONE, Topology(2, 2)).total_s == 2 * 8.0 + 1.0
@@ -257,21 +258,21 @@ def test_a_shared_nic_serves_the_ranks_of_a_node_in_turn() -> None:
 
 def one_way(rank: int, sources: tuple[int, ...]) -> RankPlan:
     """Rank 0 receives 4 tokens from each source at step 1, and the sender waits as well."""
-    slots = (Slot(Kind.KV, 4, "kv"), *(Slot(Kind.KV, 4) for _ in range(4)))
+    buffers = (Buffer(Kind.KV, 4, "kv"), *(Buffer(Kind.KV, 4) for _ in range(4)))
     if rank == 0:
         posts = tuple(Transfer(src, "recv", Channel.PAYLOAD_INNER, src, block(src)) for src in sources)
     else:
         posts = (Transfer(rank, "send", Channel.PAYLOAD_INNER, 0, block(0)),)
-    return RankPlan(rank, slots, (Step(1, post=posts, wait=tuple(transfer.message for transfer in posts)),))
+    return RankPlan(rank, buffers, (Step(1, post=posts, wait=tuple(transfer.tag for transfer in posts)),))
 
 
 def test_a_late_receiver_delays_who_sends_to_it() -> None:
     """Rank 0 computes 2 s before it posts: the message is on the way from 2 to 4.5 s, though it was sent at 0."""
     busy = ring_of_two(0).steps[0].tiles * 2
     late, early = one_way(0, (1,)), one_way(1, ())
-    slots = (*ring_of_two(0).slots, *late.slots)
+    buffers = (*ring_of_two(0).buffers, *late.buffers)
     post = Transfer(1, "recv", Channel.PAYLOAD_INNER, 1, block(5))
-    late = RankPlan(0, slots, (Step(0, tiles=busy), Step(1, post=(post,), wait=(1,))))
+    late = RankPlan(0, buffers, (Step(0, tiles=busy), Step(1, post=(post,), wait=(1,))))
     timeline = replay(AttentionPlan("forward", 2, {0: late, 1: early}), SLOW, ONE, Topology(1, 2))
     assert timeline.waited_s == {0: 2.5, 1: 4.5}
     assert timeline.exposed_s == 2.5
