@@ -68,7 +68,7 @@ def _shards_are_equal(config: RunConfig, method: AttentionMethod) -> bool:
 def _kept_rows(layer: LayerAttention, blocks: Blocks) -> list[int]:
     """Rows whose attention is not computed again, of the ring block that every rank works on."""
     by_member = blocks.ring_rows_from(layer.recompute_before or 0)
-    return [by_member[blocks.grid.place(rank)[0]] for rank in range(blocks.grid.size)]
+    return [by_member[blocks.grid.coordinates(rank)[0]] for rank in range(blocks.grid.size)]
 
 
 def _largest(by_layer: list[list[int]]) -> int:

@@ -10,7 +10,7 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Grid, padded_length
 from engine.planning.program.buffers import Rows
 from engine.planning.visibility.layers import LayerAttention
-from engine.planning.visibility.layout import Layout, build_layout, piece_rows, split_for_heads
+from engine.planning.visibility.layout import Layout, build_layout, shard_rows, split_for_heads
 from engine.planning.visibility.mask import Mask
 
 
@@ -27,9 +27,9 @@ class Blocks:
     ring: Layout
     chunks: int = 1
 
-    def piece(self, member: int, chunk: int, head: int = 0, heads: int = 1) -> Rows:
+    def shard(self, member: int, chunk: int, head: int = 0, heads: int = 1) -> Rows:
         """Rows of a chunk of a ring member's block; of `heads` pieces of it that numbered `head`."""
-        return Rows(*piece_rows(self.ring.row_counts[member], heads, self.chunks, head, chunk))
+        return Rows(*shard_rows(self.ring.row_counts[member], heads, self.chunks, head, chunk))
 
     def recomputed_rows(self, before: int, rank: int) -> int:
         """How many first rows of the ring block that `rank` works on lie before a position: rows ascend.
@@ -37,7 +37,7 @@ class Blocks:
         before=8, zigzag on 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15     rank 1: 4 5 6 7 | 8 9 10 11
         recomputed                              0 1 2 3                           4 5 6 7
         """
-        return self.ring.rows_before(self.grid.place(rank)[0], before)
+        return self.ring.rows_before(self.grid.coordinates(rank)[0], before)
 
     def ring_rows_from(self, cut: int) -> list[int]:
         """How many rows of every ring member's block lie at a position or after it."""
@@ -54,7 +54,7 @@ def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask]
     if grid.heads == 1:
         return Blocks(grid, ring, ring, chunks)
     pieces = split_for_heads(ring, grid.heads, chunks)
-    segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
+    segments = tuple(pieces[index][head] for index, head in map(grid.coordinates, range(grid.size)))
     return Blocks(grid, Layout(segments), ring, chunks)
 
 

@@ -93,8 +93,8 @@ class Grid:
         outer, inner = divmod(ring_index, self.inner)
         return (outer * self.heads + head) * self.inner + inner
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """(ring index, head) of a rank."""
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """(ring rank, head) of a rank."""
         if self.placement == "head_first":
             return divmod(rank, self.heads)
         if self.placement == "context_first":
@@ -109,7 +109,7 @@ class Grid:
         return tuple(self.rank(index, head) for index in range(self.ring_size))
 
     def head_group(self, ring_index: int) -> tuple[int, ...]:
-        """Ranks that hold the pieces of one ring member's block, in order of their pieces."""
+        """Ranks that hold the shards of one ring rank's block, in order of their shards."""
         return tuple(self.rank(ring_index, head) for head in range(self.heads))
 
     def __str__(self) -> str:

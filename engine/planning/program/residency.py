@@ -1,9 +1,9 @@
-"""When chunks of one rank's block are on the device. An allocator's work: uses in, loads and stores out.
+"""When chunks of one rank's block are on the device: from their uses to loads and stores.
 
-A chunk is fetched `lead` steps ahead of its use; one that is needed again before it could be stored and fetched stays
-(a store and the next fetch of its rows must not overlap):
+A chunk is fetched `lead` steps before its use. One that is needed again before it could be stored and fetched stays,
+for a store and the next fetch of its rows must not overlap:
 
-    needed at    step 3, 4 and 9; lead 1      | fetch at 2 | 3 | 4 | store at 5 |    | fetch at 8 | 9 |
+    used at step 3, 4 and 9, lead 1      | fetch at 2 | 3 | 4 | store at 5 |    | fetch at 8 | 9 |
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.planning.program.buffers import Rows, Value
 from engine.planning.program.ops import HeadPart, Kind
 from engine.planning.program.program import Program, When
 
-Fill = Callable[[int, int, Value], object]  # (chunk, step, value): fill a chunk before `step`
-Finish = Callable[[int, int, Value], object]  # (chunk, step, value): a sum is complete after `step`
+Fill = Callable[[int, int, Value], object]  # (chunk, step, value): emit what fills a chunk before `step`
+Finish = Callable[[int, int, Value], object]  # (chunk, step, value): emit what takes a sum complete after `step`
 
 
 class Residency(NamedTuple):
@@ -45,7 +45,7 @@ def residencies(uses: Iterable[tuple[int, int]], lead: int) -> list[Residency]:
         cuts = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after - lead >= before + 2]
         for start, stop in pairwise([0, *cuts, len(steps)]):
             result.append(Residency(chunk, steps[start], steps[stop - 1], start == 0, stop == len(steps)))
-    return sorted(result, key=lambda stay: stay.first)
+    return sorted(result, key=lambda residency: residency.first)
 
 
 class ResidentChunks:
@@ -55,10 +55,10 @@ class ResidentChunks:
         self._first: defaultdict[int, list[int]] = defaultdict(list)
         self._values: defaultdict[int, list[Value]] = defaultdict(list)
 
-    def add(self, stay: Residency, value: Value) -> None:
+    def add(self, residency: Residency, value: Value) -> None:
         """The value of a residency; those of a chunk ascend."""
-        self._first[stay.chunk].append(stay.first)
-        self._values[stay.chunk].append(value)
+        self._first[residency.chunk].append(residency.first)
+        self._values[residency.chunk].append(value)
 
     def at(self, chunk: int, step: int) -> Value:
         """Value of a chunk at a step of one of its residencies."""
@@ -66,10 +66,10 @@ class ResidentChunks:
 
 
 @dataclass
-class Chunks:
-    """Chunks `rows` of one rank's block: on the device while they are used, else in `store`.
+class ChunkedBlock:
+    """ChunkedBlock `rows` of one rank's block: on the device while they are used, else in `store`.
 
-    asked   a forward pass run again: how many first rows ask; of the others, out and lse were kept. None: all ask
+    query_rows   forward again: how many first rows are computed, out and lse of the others were saved; None: all
     """
 
     program: Program
@@ -77,22 +77,22 @@ class Chunks:
     heads: HeadPart
     store: Store
     lead: int
-    asked: int | None = None
+    query_rows: int | None = None
     _arguments: dict[str, Value] = field(default_factory=dict)
 
     @property
     def on_host(self) -> bool:
-        """Whether chunks that are not used lie in host memory."""
+        """Whether chunks that are not used are in host memory."""
         return self.store == "host"
 
     def rows_of(self, kind: Kind, rows: Rows) -> Rows:
-        """Those of some rows that a value of a kind has: sums of out and lse only those that ask."""
-        if kind != Kind.PARTIAL or self.asked is None:
+        """Those of some rows that a value of a kind has: partial out and lse only of queries that are computed."""
+        if kind != Kind.PARTIAL or self.query_rows is None:
             return rows
-        return Rows(min(rows.start, self.asked), min(rows.stop, self.asked))
+        return Rows(min(rows.start, self.query_rows), min(rows.stop, self.query_rows))
 
     def whole(self, kind: Kind, argument: str | None = None) -> Value:
-        """The whole block, where chunks are stored; that of a argument is made once."""
+        """The whole block, where chunks are stored; one of each argument."""
         if argument in self._arguments:
             return self._arguments[argument]
         rows = self.rows_of(kind, Rows(0, self.rows[-1].stop))
@@ -106,7 +106,7 @@ class Chunks:
         return self.program.value(kind, self.rows_of(kind, self.rows[chunk]), heads=self.heads)
 
     def load(self, step: int, source: Value, kind: Kind, chunk: int) -> Value:
-        """The chunk on the device from `step` on; the source itself if it lies there."""
+        """The chunk on the device from `step` on; the source itself if it is there."""
         if not self.on_host:
             return source
         value = self.part(kind, chunk)
@@ -119,34 +119,34 @@ class Chunks:
         """Bring chunks of an operand for their residencies.
 
         fill   makes a chunk where it is used first; without it the operand is given whole
-        keep   what was filled is stored even if this pass does not need it again
+        keep   store what was filled even if this pass does not need it again
         """
         resident = ResidentChunks()
-        for stay in planned:
-            if stay.opens and fill:
-                value = self.part(whole.kind, stay.chunk) if self.on_host else whole
-                fill(stay.chunk, stay.first, value)
-                if self.on_host and (keep or not stay.closes):
-                    self.program.move(value, whole, self.rows[stay.chunk], When(stay.first, stay.first))
+        for residency in planned:
+            if residency.opens and fill:
+                value = self.part(whole.kind, residency.chunk) if self.on_host else whole
+                fill(residency.chunk, residency.first, value)
+                if self.on_host and (keep or not residency.closes):
+                    self.program.move(value, whole, self.rows[residency.chunk], When(residency.first, residency.first))
             else:
-                value = self.load(stay.first, whole, whole.kind, stay.chunk)
-            resident.add(stay, value)
+                value = self.load(residency.first, whole, whole.kind, residency.chunk)
+            resident.add(residency, value)
         return resident
 
     def sum(self, planned: Iterable[Residency], whole: Value, finish: Finish | None) -> ResidentChunks:
         """Bring chunks of a sum for their residencies, store them in between; `finish` takes a complete one."""
         resident = ResidentChunks()
-        for stay in planned:
-            alone = self.on_host or (stay.opens and stay.closes and finish is not None)
-            value = self.part(whole.kind, stay.chunk) if alone else whole
-            rows = self.rows_of(whole.kind, self.rows[stay.chunk])
-            if self.on_host and not stay.opens:
-                self.program.move(whole, value, rows, When(stay.first - self.lead, stay.first - 1))
-            if stay.closes and finish is not None:
-                finish(stay.chunk, stay.last, value)
+        for residency in planned:
+            alone = self.on_host or (residency.opens and residency.closes and finish is not None)
+            value = self.part(whole.kind, residency.chunk) if alone else whole
+            rows = self.rows_of(whole.kind, self.rows[residency.chunk])
+            if self.on_host and not residency.opens:
+                self.program.move(whole, value, rows, When(residency.first - self.lead, residency.first - 1))
+            if residency.closes and finish is not None:
+                finish(residency.chunk, residency.last, value)
             elif self.on_host:
-                self.program.move(value, whole, rows, When(stay.last + 1, stay.last + 1))
-            resident.add(stay, value)
+                self.program.move(value, whole, rows, When(residency.last + 1, residency.last + 1))
+            resident.add(residency, value)
         return resident
 
     def put(self, step: int, source: Value, whole: Value, chunk: int, *, all_rows: bool = False) -> Value:

@@ -1,8 +1,8 @@
-"""Megatron-LM's all-gather: rows go straight to every rank that needs them, their gradients straight home.
+"""Megatron-LM's all-gather: rows go straight to every rank that needs them, their gradients straight to the owner.
 
-The ranks that a block would visit in a ring, in the same order, so that at every step each rank is read by one rank,
-and nobody receives two gradients at once. Rows leave a lap before they are needed: where what was posted together is
-complete only together, as under NCCL, blocks arrive one by one.
+The order is that of a ring: at every step each rank is read by one rank and reads one, so no rank receives two
+gradients together. Rows leave a lap before they are needed. Under NCCL what is posted together completes as a whole, so
+blocks are posted one by one and arrive one by one.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from engine.planning.program.program import When
 from engine.planning.schedules.rank_pass import RankPass, RingStep
 
 
-def forward(work: RankPass) -> None:
-    """Own rows to every reader, and everybody's here."""
-    for visit in work.visits():
-        work.compute(visit, exchange(work, visit))
+def forward(me: RankPass) -> None:
+    """Send own rows to every reader; compute with those of all others."""
+    for step in me.steps():
+        block = exchange_block(me, step)
+        me.compute(step, block)
 
 
-def backward(work: RankPass) -> None:
-    """The same, and gradients straight home."""
-    for visit in work.visits():
-        send_straight(work, visit, exchange(work, visit))
+def backward(me: RankPass) -> None:
+    """The same, and every gradient goes straight to its owner."""
+    for step in me.steps():
+        block = exchange_block(me, step)
+        exchange_gradient(me, step, block)
 
 
-def exchange(work: RankPass, visit: RingStep) -> Value | None:
-    """Send own rows to the rank that needs them at this step; the block that this rank works on."""
-    if visit.owner == work.me:
-        return work.payload
-    when = When(max(0, visit.step - 1 - work.rings.inner), visit.step - 1)
-    channel = Channel.PAYLOAD_OUTER if visit.lap else Channel.PAYLOAD_INNER
-    mine = visit._replace(owner=work.me)
-    if work.reads(mine):
-        work.send(
-            mine, work.payload, work.needs(mine).rows_of(visit.stop), work.rank_at(mine, visit.stop), channel, when
-        )
-    if not work.reads(visit):
+def exchange_block(me: RankPass, step: RingStep) -> Value | None:
+    """Send own rows to the rank that needs them at this step, and receive the block of this step."""
+    if step.owner == me.ring_rank:
+        return me.own_block
+    when = When(max(0, step.number - 1 - me.grid.inner), step.number - 1)
+    channel = Channel.PAYLOAD_OUTER if step.lap else Channel.PAYLOAD_INNER
+    own = step._replace(owner=me.ring_rank)  # where the own block is at this step
+    if me.is_needed(own):
+        me.send(own, me.own_block, me.rows(own).at(step.stop), me.rank_at(own, step.stop), channel, when)
+    if not me.is_needed(step):
         return None
-    return work.recv(visit, work.needs(visit).rows_of(visit.stop), work.ranks[visit.owner], channel, when)
+    return me.recv(step, me.rows(step).at(step.stop), me.ranks[step.owner], channel, when)
 
 
-def send_straight(work: RankPass, visit: RingStep, block: Value | None) -> None:
-    """Tiles; the gradients of the block go to its owner during the next one, and those of the own block come here."""
-    sums = work.compute(visit, block, rows=work.needs(visit).rows_of(visit.stop))
-    if visit.owner == work.me:
+def exchange_gradient(me: RankPass, step: RingStep, block: Value | None) -> None:
+    """Compute with `block`. During the next step its gradient goes to its owner, and one of the own block arrives."""
+    gradient = me.compute(step, block, rows=me.rows(step).at(step.stop))
+    if step.owner == me.ring_rank:
         return
-    when, channel = When.at(visit.step + 1), Channel.GRADIENT_OUTER if visit.lap else Channel.GRADIENT_INNER
-    if sums:
-        work.send_sums(visit, sums, work.ranks[visit.owner], channel, when)
-    mine = visit._replace(owner=work.me)
-    if work.reads(mine):
-        rows, reader = work.needs(mine).rows_of(visit.stop), work.rank_at(mine, visit.stop)
-        work.recv_sums(mine, rows, reader, channel, when, work.own_sums)
+    when, channel = When.at(step.number + 1), Channel.GRADIENT_OUTER if step.lap else Channel.GRADIENT_INNER
+    if gradient:
+        me.send_gradient(step, gradient, me.ranks[step.owner], channel, when)
+    own = step._replace(owner=me.ring_rank)
+    if me.is_needed(own):
+        rows, reader = me.rows(own).at(step.stop), me.rank_at(own, step.stop)
+        me.recv_gradient(own, rows, reader, channel, when, me.own_gradient)

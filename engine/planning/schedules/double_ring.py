@@ -1,12 +1,15 @@
-"""LoongTrain's double ring (Gu et al. 2024), in which BurstAttention (Sun et al. 2024) lets queries travel backward.
+"""The double ring of LoongTrain (Gu et al. 2024) and BurstAttention (Sun et al. 2024): one ring inside every node.
 
-Ranks of a node are a ring, and so are the ranks of one index in all nodes. A block makes a lap round its own node's
-ring. Meanwhile it goes to the next node's rank of the same index, from which it makes the next lap, and so on: a
-message between nodes has a whole lap to arrive.
+The ranks of a node are an inner ring; the ranks with one index in all nodes are an outer ring. A block makes a lap
+around its owner's node (`ring`). Meanwhile it goes to the rank with the owner's index in the next node, where it makes
+the next lap, and so on: a message between nodes has a whole lap to arrive.
 
-Gradients add up along each lap (`ring.add_up`). Those of the owner's node go to the owner; of another node's lap they
-go to the rank of the owner's node that has the index of the lap's last stop, the relay, which adds up what comes from
-all nodes and passes it on to the owner.
+    for each lap:  the block that came from the next node during the lap before | send it on to the node after
+                   one lap of it around this node's ring
+
+Gradients add up along each lap. The sum of the lap in the owner's node goes to the owner. That of another node's lap
+goes to a *relay*: the rank of the owner's node that has the index of the lap's last stop. The relay adds up what comes
+from all nodes, and sends the total to the owner.
 """
 
 from __future__ import annotations
@@ -22,114 +25,129 @@ from engine.planning.schedules.rank_pass import RankPass, RingStep
 PAYLOAD, GRADIENT = Channel.PAYLOAD_OUTER, Channel.GRADIENT_OUTER
 
 
-def forward(work: RankPass) -> None:
-    """Every block makes a lap in every node."""
+def forward(me: RankPass) -> None:
+    """k and v make a lap in every node."""
     first = None
-    for visit in work.visits():
-        first = first if visit.stop else enter(work, visit)
-        work.compute(visit, ring.carry(work, visit, first))
+    for step in me.steps():
+        first = outer_hop(me, step) if step.stop == 0 else first
+        block = ring.pass_block(me, step, first)
+        me.compute(step, block)
 
 
-def backward(work: RankPass) -> None:
-    """The same, and gradients follow."""
+def backward(me: RankPass) -> None:
+    """The moving operand makes a lap in every node; the sums of all laps go to its owner."""
     first = None
-    for visit in work.visits():
-        first = first if visit.stop else enter(work, visit)
-        sums = work.compute(visit, ring.carry(work, visit, first))
-        if not sums or ring.add_up(work, visit, sums):
+    for step in me.steps():
+        first = outer_hop(me, step) if step.stop == 0 else first
+        block = ring.pass_block(me, step, first)
+        gradient = me.compute(step, block)
+        if not (gradient and ring.reduce_gradient(me, step, gradient)):
             continue
-        if visit.lap == work.rings.home_lap:
-            ring.send_home(work, visit, sums)
+        if step.lap == me.grid.owner_lap:
+            ring.send_to_owner(me, step, gradient)
         else:
-            send_to_relay(work, visit, sums)
-    ring.receive_home(work)
-    relay(work)
-    receive_relayed(work)
+            send_to_relay(me, step, gradient)
+    ring.receive_from_last_stop(me)
+    relay_gradients(me)
+    receive_from_relays(me)
 
 
-def enter(work: RankPass, visit: RingStep) -> Value | None:
-    """The block with which this rank begins a lap; it goes on to the next node at once."""
-    block, rows = work.payload, work.need.laps_that_read(visit.owner)
-    if visit.lap not in rows:
+def outer_hop(me: RankPass, step: RingStep) -> Value | None:
+    """Receive the block with which this rank begins a lap, and send it to the next node that needs it.
+
+    Returns:
+        The block; None if no rank of this node needs it.
+    """
+    block, rows = me.own_block, me.rows_needed.of_laps(step.owner)
+    if step.lap not in rows:
         return None
     laps = [*rows]
-    position = laps.index(visit.lap)
-    if visit.lap:
-        source = work.visitor(visit.owner, laps[position - 1], 0)
-        block = work.recv(visit, rows[visit.lap], source, PAYLOAD, _during_lap_before(work, visit.lap))
-    for lap in laps[position + 1 : position + 2]:
-        to = work.visitor(visit.owner, lap, 0)
-        work.send(visit, block, rows[lap], to, PAYLOAD, _during_lap_before(work, lap))
+    position = laps.index(step.lap)
+    if step.lap:
+        source = me.holder(step.owner, laps[position - 1], 0)
+        block = me.recv(step, rows[step.lap], source, PAYLOAD, _during_lap_before(me, step.lap))
+    for following in laps[position + 1 : position + 2]:
+        to = me.holder(step.owner, following, 0)
+        me.send(step, block, rows[following], to, PAYLOAD, _during_lap_before(me, following))
     return block
 
 
-def _during_lap_before(work: RankPass, lap: int) -> When:
-    return When(work.rings.step(lap - 1, 0), work.rings.step(lap, 0) - 1)
+def _during_lap_before(me: RankPass, lap: int) -> When:
+    return When(me.grid.step(lap - 1, 0), me.grid.step(lap, 0) - 1)
 
 
-def send_to_relay(work: RankPass, visit: RingStep, sums: Value) -> None:
-    """A far lap's sum."""
-    to = work.visitor(visit.owner, work.rings.home_lap, visit.stop)
-    work.send_sums(visit, sums, to, GRADIENT, _to_relay(work, visit.step))
+# ---- gradients of other nodes ---------------------------------------------------------------------------------------
 
 
-def relay(work: RankPass) -> None:
-    """Add up the far sums of blocks of this node's ranks, of which this rank is the relay; send them home."""
-    for home in work.visits(work.rings.home_lap):
-        arrivals = far_sums(work, home.owner).get(home.stop, [])
-        if home.owner == work.me:
-            for far in arrivals:
-                work.recv_sums(far.visit, far.rows, far.rank, GRADIENT, far.when, work.own_sums)
-        elif len(arrivals) == 1:
-            (far,) = arrivals
-            total = work.recv_sums(far.visit, far.rows, far.rank, GRADIENT, far.when)
-            work.send_sums(home, total, work.ranks[home.owner], ring.GRADIENT, _after_all(arrivals))
-        elif arrivals:
-            total = work.new_sums(home.owner, _hull(arrivals))
-            for far in arrivals:
-                work.recv_sums(far.visit, far.rows, far.rank, GRADIENT, far.when, total)
-            work.send_sums(home, total, work.ranks[home.owner], ring.GRADIENT, _after_all(arrivals))
+class _LapSum(NamedTuple):
+    """The sum of one lap in another node, as the relay receives it from the last stop of that lap."""
 
-
-def receive_relayed(work: RankPass) -> None:
-    """What `relay` sends of the own block."""
-    for stop, arrivals in sorted(far_sums(work, work.me).items()):
-        source = work.rank_at(work.home, stop)
-        if source != work.program.rank:
-            work.recv_sums(work.home, _hull(arrivals), source, ring.GRADIENT, _after_all(arrivals), work.own_sums)
-
-
-class _Far(NamedTuple):
-    """The sum of a lap that another node made with a block, on its way to the relay."""
-
-    visit: RingStep  # the last of the lap
+    step: RingStep
     rank: int
     rows: Rows
     when: When
 
 
-def far_sums(work: RankPass, owner: int) -> dict[int, list[_Far]]:
-    """Of a block of this node, by the lap's last stop."""
-    found: dict[int, list[_Far]] = {}
-    for lap in range(work.rings.outer):
-        adds = work.need.lap(owner, lap, away=True)
-        last = adds.last()
-        if lap != work.rings.home_lap and last is not None:
-            visit = RingStep(lap, last, owner, work.rings.step(lap, last))
-            far = _Far(visit, work.visitor(*visit.place), adds.up_to_here(last), _to_relay(work, visit.step))
-            found.setdefault(last, []).append(far)
-    return found
+def send_to_relay(me: RankPass, step: RingStep, gradient: Value) -> None:
+    """Send the sum of a lap in this node to the relay in the owner's node."""
+    relay = me.holder(step.owner, me.grid.owner_lap, step.stop)
+    me.send_gradient(step, gradient, relay, GRADIENT, _to_relay(me, step.number))
 
 
-def _to_relay(work: RankPass, last_step: int) -> When:
-    """With as much time as the block had, while there are tiles."""
-    end = work.rings.size - (work.rings.late > 0)
-    return When(last_step + 1, max(last_step + 1, min(last_step + work.rings.inner, end)))
+def relay_gradients(me: RankPass) -> None:
+    """For every block of this node, send the total of the lap sums that this rank relays to the owner."""
+    for step in me.steps(me.grid.owner_lap):
+        lap_sums = sums_by_relay(me, step.owner).get(step.stop, [])
+        if not lap_sums:
+            continue
+        if step.owner == me.ring_rank:  # the owner is its own relay
+            for lap_sum in lap_sums:
+                _receive(me, lap_sum, me.own_gradient)
+            continue
+        if len(lap_sums) == 1:  # nothing to add: pass on what arrives, in the dtype in which it came
+            total = _receive(me, lap_sums[0])
+        else:
+            total = me.new_gradient(step.owner, _hull(lap_sums))
+            for lap_sum in lap_sums:
+                _receive(me, lap_sum, total)
+        me.send_gradient(step, total, me.ranks[step.owner], ring.GRADIENT, _after_all(lap_sums))
 
 
-def _hull(arrivals: list[_Far]) -> Rows:
-    return Rows(min(far.rows.start for far in arrivals), max(far.rows.stop for far in arrivals))
+def receive_from_relays(me: RankPass) -> None:
+    """Receive what the other relays of this node send of the own block."""
+    step = me.own_step
+    for stop, lap_sums in sorted(sums_by_relay(me, me.ring_rank).items()):
+        relay = me.rank_at(step, stop)
+        if relay != me.program.rank:
+            me.recv_gradient(step, _hull(lap_sums), relay, ring.GRADIENT, _after_all(lap_sums), me.own_gradient)
 
 
-def _after_all(arrivals: list[_Far]) -> When:
-    return When.at(1 + max(far.when.wait for far in arrivals))
+def sums_by_relay(me: RankPass, owner: int) -> dict[int, list[_LapSum]]:
+    """Sums of the laps of a block in other nodes, by the stop of the relay in the owner's node."""
+    by_stop: dict[int, list[_LapSum]] = {}
+    for lap in range(me.grid.outer):
+        rows = me.rows_needed.of_lap(owner, lap, without_owner=True)
+        last = rows.last()
+        if lap != me.grid.owner_lap and last is not None:
+            step = RingStep(lap, last, owner, me.grid.step(lap, last))
+            rank, when = me.holder(owner, lap, last), _to_relay(me, step.number)
+            by_stop.setdefault(last, []).append(_LapSum(step, rank, rows.up_to_stop(last), when))
+    return by_stop
+
+
+def _receive(me: RankPass, lap_sum: _LapSum, total: Value | None = None) -> Value:
+    return me.recv_gradient(lap_sum.step, lap_sum.rows, lap_sum.rank, GRADIENT, lap_sum.when, total)
+
+
+def _to_relay(me: RankPass, last_step: int) -> When:
+    """As many steps as the block had for its hop between the nodes, while there are tiles to hide behind."""
+    end = me.grid.size - (me.grid.deferred_stops > 0)
+    return When(last_step + 1, max(last_step + 1, min(last_step + me.grid.inner, end)))
+
+
+def _hull(lap_sums: list[_LapSum]) -> Rows:
+    return Rows(min(s.rows.start for s in lap_sums), max(s.rows.stop for s in lap_sums))
+
+
+def _after_all(lap_sums: list[_LapSum]) -> When:
+    return When.at(1 + max(s.when.wait for s in lap_sums))

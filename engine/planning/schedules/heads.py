@@ -1,11 +1,11 @@
-"""DeepSpeed-Ulysses (Jacobs et al. 2023): ranks exchange rows for heads before attention, and heads for rows behind it.
+"""DeepSpeed-Ulysses (Jacobs et al. 2023): ranks exchange rows for heads before attention, and heads for rows after it.
 
-    heads=2: piece 0 on rank a, piece 1 on rank b          a: rows of both pieces, heads 0
-                                              exchange ->  b: rows of both pieces, heads 1
+    2 ranks, each with one shard of the rows     rank 0: rows of both shards, heads of part 0
+                               -> exchange ->    rank 1: rows of both shards, heads of part 1
 
-An all-to-all made of messages, so pieces and parts of heads may be unequal; kv heads that several ranks need go to
-each, and their gradients are summed at home. Around a ring it is LoongTrain's 2D-Attention (Gu et al. 2024) and USP
-(Fang and Zhao 2024). Every chunk lies in pieces and is exchanged by itself.
+An all-to-all made of messages, so shards and parts of the heads may have unequal sizes. kv heads that several ranks
+need go to each of them, and the owner adds up their gradients. Around a ring this is LoongTrain's 2D-Attention (Gu et
+al. 2024) and USP (Fang and Zhao 2024). With chunks, every chunk is exchanged by itself.
 """
 
 from __future__ import annotations
@@ -22,87 +22,92 @@ from engine.planning.program.program import Program, When
 
 @dataclass
 class HeadGroup:
-    """The ranks that hold the pieces [chunk][member] of a ring member's block; `me` is one of them.
+    """The ranks that hold the shards [chunk][number] of a ring rank's block; `number` is this rank's.
 
-    Values of all heads have rows as the rank holds them between the layers: its pieces of all chunks in order.
+    Values of all heads have the rows that the rank holds between the layers: its shards of all chunks in order.
     """
 
     program: Program
     ranks: tuple[int, ...]
-    pieces: list[list[Rows]]
-    me: int
+    shards: list[list[Rows]]
+    number: int
     store: Store = "device"
     lead: int = 1  # steps that an exchange takes
     _arguments: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ends = accumulate((_length(of_chunk[self.me]) for of_chunk in self.pieces), initial=0)
-        self.home_rows = [Rows(start, stop) for start, stop in pairwise(ends)]
+        ends = accumulate((_length(of_chunk[self.number]) for of_chunk in self.shards), initial=0)
+        self.own_rows = [Rows(start, stop) for start, stop in pairwise(ends)]
 
     @property
     def exchanges(self) -> bool:
-        """Whether there are others."""
+        """Whether the heads are divided at all."""
         return len(self.ranks) > 1
 
-    def heads(self, member: int) -> HeadPart:
-        """Of a member."""
-        return HeadPart(member, len(self.ranks))
+    def heads(self, number: int) -> HeadPart:
+        """Part of the heads that rank `number` of the group works on."""
+        return HeadPart(number, len(self.ranks))
 
-    def home(self, kind: Kind, argument: str) -> Value:
-        """All heads of the own rows, an input or output; made once."""
-        if argument not in self._arguments:
-            self._arguments[argument] = self.program.value(
-                kind, Rows(0, self.home_rows[-1].stop), argument, where=self.store
-            )
-        return self._arguments[argument]
+    def argument(self, kind: Kind, name: str) -> Value:
+        """All heads of the own rows: an input or output of the plan, made once."""
+        if name not in self._arguments:
+            self._arguments[name] = self.program.value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
+        return self._arguments[name]
 
-    def to_heads(self, chunk: int, step: int, home: Value, target: Value) -> None:
-        """All rows of a chunk, own heads, are in `target` at a step; through a copy if it holds more than these."""
-        when, copied, own = When(step - self.lead, step - 1), target.kind != home.kind, self.home_rows[chunk]
+    def to_heads(self, chunk: int, step: int, all_heads: Value, target: Value) -> None:
+        """Bring all rows of a chunk, own heads, into `target` before a step.
+
+        Through a copy where `target` has more fields than what is exchanged.
+        """
+        when, copied, own = When(step - self.lead, step - 1), target.kind != all_heads.kind, self.own_rows[chunk]
         if self.store == "host":
-            host, home = home, self.program.value(home.kind, own)
-            self.program.move(host, home, own, When(step - 2 * self.lead, step - self.lead - 1))
+            host, all_heads = all_heads, self.program.value(all_heads.kind, own)
+            self.program.move(host, all_heads, own, When(step - 2 * self.lead, step - self.lead - 1))
         if _length(own):
-            self.program.before(step if copied else when.post, "copy", target, home, self.pieces[chunk][self.me], own)
+            self.program.before(
+                step if copied else when.post, "copy", target, all_heads, self.shards[chunk][self.number], own
+            )
         for other in self._others():
             if _length(own):
-                packed = self.program.value(home.kind, own, heads=self.heads(other))
-                self.program.before(when.post, "copy", packed, home, own)
+                packed = self.program.value(all_heads.kind, own, heads=self.heads(other))
+                self.program.before(when.post, "copy", packed, all_heads, own)
                 self.program.send(packed, own, self.ranks[other], Channel.HEADS, when)
-            if _length(rows := self.pieces[chunk][other]):
-                into, heads = None if copied else target, self.heads(self.me)
-                arrived = self.program.recv(home.kind, rows, self.ranks[other], Channel.HEADS, when, 0, into, heads)
+            if _length(rows := self.shards[chunk][other]):
+                into, heads = None if copied else target, self.heads(self.number)
+                arrived = self.program.recv(
+                    all_heads.kind, rows, self.ranks[other], Channel.HEADS, when, 0, into, heads
+                )
                 if copied:
                     self.program.before(step, "copy", target, arrived, rows)
 
-    def to_rows(self, chunk: int, step: int, kind: Kind, source: Value, home: Value, op: OpName = "copy") -> None:
-        """All heads of the own rows of a chunk are at home behind a step: copied, or added to what others send."""
+    def to_rows(self, chunk: int, step: int, kind: Kind, source: Value, all_heads: Value, op: OpName = "copy") -> None:
+        """Bring all heads of the own rows of a chunk into `all_heads` after a step: copied, or (op="add") summed."""
         if source.kind != kind:
-            cast = self.program.value(kind, self.chunk_rows(chunk), heads=self.heads(self.me))
+            cast = self.program.value(kind, self.chunk_rows(chunk), heads=self.heads(self.number))
             self.program.before(step, "copy", cast, source)
             source = cast
-        when, own, target = When(step, step + self.lead - 1), self.home_rows[chunk], home
+        when, own, target = When(step, step + self.lead - 1), self.own_rows[chunk], all_heads
         if self.store == "host":
-            target = self.program.value(home.kind, own)
+            target = self.program.value(all_heads.kind, own)
         if _length(own):
-            self.program.after(when.wait, op, target, source, own, self.pieces[chunk][self.me])
+            self.program.after(when.wait, op, target, source, own, self.shards[chunk][self.number])
         for other in self._others():
-            if _length(rows := self.pieces[chunk][other]):
+            if _length(rows := self.shards[chunk][other]):
                 self.program.send(source, rows, self.ranks[other], Channel.HEADS, when)
             if _length(own):
                 arrived = self.program.recv(kind, own, self.ranks[other], Channel.HEADS, when, heads=self.heads(other))
                 self.program.after(when.wait, op, target, arrived, own)
         if self.store == "host":
-            self.program.move(target, home, own, When(when.wait + 1, when.wait + 1))
+            self.program.move(target, all_heads, own, When(when.wait + 1, when.wait + 1))
 
     def chunk_rows(self, chunk: int) -> Rows:
-        """Of the block."""
-        return Rows(self.pieces[chunk][0].start, self.pieces[chunk][-1].stop)
+        """Rows of a chunk in the block."""
+        return Rows(self.shards[chunk][0].start, self.shards[chunk][-1].stop)
 
     def _others(self) -> Iterator[int]:
-        """Staggered, so that no rank is everybody's first."""
+        """The other ranks, from the next one on, so that not all send to one rank first."""
         count = len(self.ranks)
-        return ((self.me + n) % count for n in range(1, count))
+        return ((self.number + n) % count for n in range(1, count))
 
 
 def _length(rows: Rows) -> int:

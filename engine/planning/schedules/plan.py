@@ -64,46 +64,49 @@ def plan_method(
     starts from the last keys that a rank held, which travel there again.
     """
     only = (rank,) if isinstance(rank, int) else rank
-    visibility = Visibility(mask, blocks.ring)
-    forward = plan_attention(visibility, method, blocks, "forward", only)
-    backward = plan_attention(visibility, method, blocks, "backward", only)
+    visible = Visibility(mask, blocks.ring)
+    forward = plan_attention(visible, method, blocks, "forward", only)
+    backward = plan_attention(visible, method, blocks, "backward", only)
     again = None
     if recompute_before is not None:
-        asking = tuple(blocks.ring.rows_before(member, recompute_before) for member in range(blocks.ring.size))
+        query_rows = tuple(
+            blocks.ring.rows_before(ring_rank, recompute_before) for ring_rank in range(blocks.ring.size)
+        )
         again = forward
-        if asking != blocks.ring.row_counts:
+        if query_rows != blocks.ring.row_counts:
             restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
-            again = plan_attention(restricted, method, blocks, "forward", only, asking)
+            again = plan_attention(restricted, method, blocks, "forward", only, query_rows)
     return PlanPair(forward, backward, again)
 
 
 def plan_attention(
-    seen: Visibility,
+    visible: Visibility,
     method: AttentionMethod,
     blocks: Blocks,
     direction: Direction,
     only: Collection[int] | None = None,
-    asking: Sequence[int] | None = None,
+    query_rows: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Plans of some or all ranks, each written by itself.
+    """Plans of one pass, for some ranks or (None) for all, each written by itself.
 
-    asking   a forward pass run again: how many first rows of each ring member's block ask; out and lse of the others
-             were kept
+    Args:
+        query_rows: forward again: of every ring rank, how many first rows of its block are computed; out and lse of
+            the others were saved.
     """
-
-    needs: RowsNeededCache = {}
+    rows_needed_cache: RowsNeededCache = {}
+    plans_one_rank = only is not None and len(only) == 1
 
     def write(program: Program) -> None:
-        asked = asking[blocks.grid.place(program.rank)[0]] if asking else None
+        rows = query_rows[blocks.grid.coordinates(program.rank)[0]] if query_rows else None
         if method.chunk_tokens is not None:
-            work = chunks.Forward if direction == "forward" else chunks.Backward
-            work(program, seen, method, blocks, asked).write()
+            chunked = chunks.Forward if direction == "forward" else chunks.Backward
+            chunked(program, visible, method, blocks, rows).write()
             return
-        rank = WholeBlocks(program, seen, method, blocks, needs, is_alone=only is not None and len(only) == 1)
+        whole = WholeBlocks(program, visible, method, blocks, rows_needed_cache, plans_one_rank=plans_one_rank)
         if direction == "forward":
-            rank.forward(asked)
+            whole.forward(rows)
         else:
-            rank.backward()
+            whole.backward()
 
     return plan_ranks(direction, method.cp_size, only, write)
 

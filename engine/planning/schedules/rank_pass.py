@@ -1,4 +1,9 @@
-"""What a schedule is given: a rank's place in the rings, its own block, and what a tile is."""
+"""One rank's view of one pass through the rings: its steps, and what it may do at them.
+
+A pass has a *moving* operand, of which every rank works on one block per step, and a *stationary* one, which stays with
+its owner. Forward, k and v move and q stays. Backward, either k and v move together with dk and dv (RingAttention), or
+q, dout and the row statistics move together with dq (BurstAttention).
+"""
 
 from __future__ import annotations
 
@@ -9,128 +14,132 @@ from typing import NamedTuple
 from engine.planning.program.buffers import Rows, Value
 from engine.planning.program.ops import Channel, HeadPart, Kind
 from engine.planning.program.program import Program, When
-from engine.planning.schedules.ring_grid import Lap, RingGrid, RowsNeeded
+from engine.planning.schedules.ring_grid import LapRows, RingGrid, RowsNeeded
 
 
 class RingStep(NamedTuple):
-    """The block of `owner` is at a stop of a lap, at `step`."""
+    """One step: this rank works on the block of `owner`, at `stop` of `lap`. number: of the step, from 0."""
 
     lap: int
     stop: int
     owner: int
-    step: int
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Owner, lap and stop."""
-        return self.owner, self.lap, self.stop
+    number: int
 
 
 @dataclass(frozen=True)
 class RankPass:
-    """One pass of ring member `me`: what travels (`payload`: the own block of it) meets what stays.
+    """One pass of ring rank `ring_rank`.
 
-    tile           (step, owner, block, sums) emits the tiles between what stays and a block
-    last           forward: where the block of the last stop is left
-    sums           backward: gradients of the own block
+    own_block      this rank's block of the moving operand
+    own_gradient   backward: sum of its gradient, complete at the end of the pass; None: forward
+    tile           (number of the step, owner, block, gradient): emits the tiles of the stationary operand with a block
+    ranks          rank of the group of every ring rank
+    heads          which heads the values of this pass hold
+    final_kv       forward: value that receives the block of the last step, which backward starts from
+    wire_kind      kind in which gradients are sent: their own, or a narrower one
     """
 
     program: Program
-    rings: RingGrid
-    need: RowsNeeded
-    me: int
-    ranks: tuple[int, ...]  # of the members
+    grid: RingGrid
+    rows_needed: RowsNeeded
+    ring_rank: int
+    ranks: tuple[int, ...]
     heads: HeadPart
     tile: Callable[[int, int, Value, Value | None], None]
-    payload: Value
-    last: Value | None = None
-    sums: Value | None = None
+    own_block: Value
+    final_kv: Value | None = None
+    own_gradient: Value | None = None
     wire_kind: Kind = Kind.DKV
 
-    @property
-    def own_sums(self) -> Value:
-        """Backward: gradients of the own block."""
-        assert self.sums is not None
-        return self.sums
+    # ---- steps and the rows they need ---------------------------------------------------------------------------
+
+    def steps(self, *laps: int) -> Iterator[RingStep]:
+        """All steps of some laps, or of all, in order of laps and stops."""
+        for lap in laps or range(self.grid.outer):
+            for stop in range(self.grid.inner):
+                yield RingStep(lap, stop, self.grid.owner(self.ring_rank, lap, stop), self.grid.step(lap, stop))
 
     @property
-    def home(self) -> RingStep:
-        """The own block's visit here."""
-        lap, stop = self.rings.home_lap, self.rings.home_stop
-        return RingStep(lap, stop, self.me, self.rings.step(lap, stop))
+    def own_step(self) -> RingStep:
+        """The step at which this rank works on its own block."""
+        lap, stop = self.grid.owner_lap, self.grid.owner_stop
+        return RingStep(lap, stop, self.ring_rank, self.grid.step(lap, stop))
 
-    def visits(self, *laps: int) -> Iterator[RingStep]:
-        """Of all blocks at this rank, lap by lap."""
-        for lap in laps or range(self.rings.outer):
-            for stop in range(self.rings.inner):
-                yield RingStep(lap, stop, self.rings.owner(self.me, lap, stop), self.rings.step(lap, stop))
+    def rows(self, step: RingStep) -> LapRows:
+        """Rows of the block that the stops of this lap need."""
+        return self.rows_needed.of_lap(step.owner, step.lap)
 
-    def needs(self, visit: RingStep) -> Lap:
-        """Rows of the block that all stops of the lap need."""
-        return self.need.lap(visit.owner, visit.lap)
+    def gradient_rows(self, step: RingStep) -> LapRows:
+        """Rows of the block to whose gradient the stops of this lap add; the owner adds in place."""
+        return self.rows_needed.of_lap(step.owner, step.lap, without_owner=True)
 
-    def adds(self, visit: RingStep) -> Lap:
-        """Rows of which all stops of the lap make gradients that travel."""
-        return self.need.lap(visit.owner, visit.lap, away=True)
+    def is_needed(self, step: RingStep) -> bool:
+        """Whether the stationary operand and the block see each other at all."""
+        return self.rows(step).is_needed(step.stop)
 
-    def reads(self, visit: RingStep) -> bool:
-        """Whether any row of the block is needed."""
-        return self.needs(visit).reads(visit.stop)
+    def holder(self, owner: int, lap: int, stop: int) -> int:
+        """Rank that has a block at a stop of a lap."""
+        return self.ranks[self.grid.holder(owner, lap, stop)]
 
-    def visitor(self, owner: int, lap: int, stop: int) -> int:
-        """Rank at which a block is."""
-        return self.ranks[self.rings.visitor(owner, lap, stop)]
+    def rank_at(self, step: RingStep, stop: int) -> int:
+        """Rank that has the block of `step` at another stop of the lap."""
+        return self.holder(step.owner, step.lap, stop)
 
-    def rank_at(self, visit: RingStep, stop: int) -> int:
-        """Rank of another stop of the lap."""
-        return self.visitor(visit.owner, visit.lap, stop)
+    def number_at(self, step: RingStep, stop: int) -> int:
+        """Number of the step of another stop of the lap."""
+        return self.grid.step(step.lap, stop)
 
-    def step_at(self, visit: RingStep, stop: int) -> int:
-        """Step of another stop of the lap."""
-        return self.rings.step(visit.lap, stop)
+    # ---- what the rank does -------------------------------------------------------------------------------------
 
-    def compute(self, visit: RingStep, block: Value | None, rows: Rows | None = None) -> Value | None:
-        """Tiles, if what stays here and the block see each other. Backward: the sum, to be sent, to which they add.
+    def compute(self, step: RingStep, block: Value | None, rows: Rows | None = None) -> Value | None:
+        """Emit the tiles of the stationary operand with `block`, if they see each other.
 
-        rows   that it has; by default all to which stops of the lap add up to here
+        Args:
+            rows: rows of the gradient; by default all to which the stops of the lap up to this one add.
+
+        Returns:
+            Backward, of another rank's block: its gradient, which must be sent. Else None: forward has none, and that
+            of the own block is summed in place.
         """
-        if block is None or not self.reads(visit):
+        if block is None or not self.is_needed(step):
             return None
-        if self.sums is None or visit.owner == self.me:
-            self.tile(visit.step, visit.owner, block, self.sums)
+        if self.own_gradient is None or step.owner == self.ring_rank:
+            self.tile(step.number, step.owner, block, self.own_gradient)
             return None
-        sums = self.new_sums(visit.owner, rows or self.adds(visit).up_to_here(visit.stop))
-        self.tile(visit.step, visit.owner, block, sums)
-        return sums
+        gradient = self.new_gradient(step.owner, rows or self.gradient_rows(step).up_to_stop(step.stop))
+        self.tile(step.number, step.owner, block, gradient)
+        return gradient
 
-    def send(self, visit: RingStep, block: Value, rows: Rows, to: int, channel: Channel, when: When) -> None:
-        """Rows of a block."""
-        self.program.send(block, rows, to, channel, when, visit.owner)
+    def send(self, step: RingStep, block: Value, rows: Rows, to: int, channel: Channel, when: When) -> None:
+        """Send rows of the block of `step`."""
+        self.program.send(block, rows, to, channel, when, step.owner)
 
-    def recv(self, visit: RingStep, rows: Rows, source: int, channel: Channel, when: When) -> Value:
-        """Rows of a block."""
-        into = self.last if (visit.lap, visit.stop) == (self.rings.outer - 1, self.rings.inner - 1) else None
-        return self.program.recv(self.payload.kind, rows, source, channel, when, visit.owner, into, self.heads)
+    def recv(self, step: RingStep, rows: Rows, source: int, channel: Channel, when: When) -> Value:
+        """Receive rows of the block of `step`."""
+        is_final = (step.lap, step.stop) == (self.grid.outer - 1, self.grid.inner - 1)
+        into = self.final_kv if is_final else None
+        return self.program.recv(self.own_block.kind, rows, source, channel, when, step.owner, into, self.heads)
 
-    def new_sums(self, owner: int, rows: Rows) -> Value:
-        """Gradients of a block."""
-        sums = self.program.value(self.own_sums.kind, rows, heads=self.heads)
-        self.program.owners[sums.number] = owner
-        return sums
+    def new_gradient(self, owner: int, rows: Rows) -> Value:
+        """A sum for the gradient of rows of a block."""
+        assert self.own_gradient is not None
+        gradient = self.program.value(self.own_gradient.kind, rows, heads=self.heads)
+        self.program.owners[gradient.number] = owner
+        return gradient
 
-    def send_sums(self, visit: RingStep, sums: Value, to: int, channel: Channel, when: When) -> None:
-        """Gradients of a block, cast to the wire's dtype first where that is narrower."""
-        if sums.kind != self.wire_kind:
-            narrow = self.program.value(self.wire_kind, sums.rows, heads=self.heads)
-            self.program.before(when.post, "copy", narrow, sums)
-            sums = narrow
-        self.program.send(sums, sums.rows, to, channel, when, visit.owner)
+    def send_gradient(self, step: RingStep, gradient: Value, to: int, channel: Channel, when: When) -> None:
+        """Send a gradient of the block of `step`, in the dtype of the wire."""
+        if gradient.kind != self.wire_kind:
+            narrow = self.program.value(self.wire_kind, gradient.rows, heads=self.heads)
+            self.program.before(when.post, "copy", narrow, gradient)
+            gradient = narrow
+        self.program.send(gradient, gradient.rows, to, channel, when, step.owner)
 
-    def recv_sums(
-        self, visit: RingStep, rows: Rows, source: int, channel: Channel, when: When, total: Value | None = None
+    def recv_gradient(
+        self, step: RingStep, rows: Rows, source: int, channel: Channel, when: When, total: Value | None = None
     ) -> Value:
-        """Gradients of a block as they travel; they are added to a `total`."""
-        arrived = self.program.recv(self.wire_kind, rows, source, channel, when, visit.owner, None, self.heads)
+        """Receive a gradient of the block of `step`, and add it to `total` if there is one."""
+        arrived = self.program.recv(self.wire_kind, rows, source, channel, when, step.owner, None, self.heads)
         if total:
             self.program.after(when.wait, "add", total, arrived)
         return arrived

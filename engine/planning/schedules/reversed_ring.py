@@ -1,8 +1,9 @@
-"""Megatron-LM's order: backward starts from the blocks that forward ended with, and goes the way back.
+"""Megatron-LM's order: backward starts from the block that forward ended with, and takes the route back.
 
-Blocks come home with their gradients: one hop fewer, and none without a tile to hide behind. Forward takes all rows
-that anybody needs to the last stop, and leaves them there. A forward pass that runs again for some queries carries what
-these need, and brings the last block straight from its owner.
+So a block is with its owner when its gradient is complete: one hop less, and none without a tile to hide behind. For
+this, forward brings to the last stop of a block all rows that any rank needs of it, and leaves them there (`final_kv`).
+A forward pass that is recomputed for some queries moves around the ring only what these need; the final block comes
+straight from its owner.
 """
 
 from __future__ import annotations
@@ -13,25 +14,24 @@ from engine.planning.schedules import double_ring, ring
 from engine.planning.schedules.rank_pass import RankPass
 
 
-def forward(work: RankPass) -> None:
-    """As the ring that it is; the last block stays."""
-    (double_ring if work.rings.outer > 1 else ring).forward(work)
+def forward(me: RankPass) -> None:
+    """As the ring or double ring; the block of the last step is received into `final_kv`."""
+    (double_ring if me.grid.outer > 1 else ring).forward(me)
 
 
-def backward(work: RankPass) -> None:
-    """As the ring that it is, turned around: the own block of it is the one that was left."""
-    (double_ring if work.rings.outer > 1 else ring).backward(work)
+def backward(me: RankPass) -> None:
+    """As the ring or double ring, on the reversed grid, of which the own block is `final_kv`."""
+    (double_ring if me.grid.outer > 1 else ring).backward(me)
 
 
-def bring_last(work: RankPass) -> None:
-    """The last block comes straight from its owner, behind the tiles of the last lap, and not around the ring."""
-    rings, last = work.rings, [*work.visits()][-1]
-    wait = last.step - 1
-    when = When(min(rings.step(last.lap, 0), wait) if last.lap else wait, wait)
+def fetch_final_kv(me: RankPass) -> None:
+    """Receive the block of the last step straight from its owner during the last lap; compute with it."""
+    *_, last = me.steps()
+    wait = last.number - 1
+    when = When(min(me.grid.step(last.lap, 0), wait) if last.lap else wait, wait)
     channel = Channel.PAYLOAD_OUTER if last.lap else Channel.PAYLOAD_INNER
-    mine = last._replace(owner=work.me)
-    if work.reads(mine):
-        work.send(mine, work.payload, work.needs(mine).rows_of(last.stop), work.rank_at(mine, last.stop), channel, when)
-    if work.reads(last):
-        rows = work.needs(last).rows_of(last.stop)
-        work.compute(last, work.recv(last, rows, work.ranks[last.owner], channel, when))
+    own = last._replace(owner=me.ring_rank)
+    if me.is_needed(own):
+        me.send(own, me.own_block, me.rows(own).at(last.stop), me.rank_at(own, last.stop), channel, when)
+    if me.is_needed(last):
+        me.compute(last, me.recv(last, me.rows(last).at(last.stop), me.ranks[last.owner], channel, when))

@@ -1,11 +1,11 @@
-"""Ring Attention (Liu et al. 2023): blocks hop around a ring while every rank computes with the one that it has.
+"""RingAttention (Liu et al. 2023): blocks move around a ring, and every rank computes with the one that it has.
 
-    step s:  compute with the block of owner(me, s) | receive the next one | pass this one on
-    backward, gradients of blocks                   | one step behind: add what arrives, pass the sum on
-    after the last stop                             | the sum hops home
+    step s:    compute with the block of owner(me, s), while the next one arrives and this one leaves
+    backward:  the gradient of a block follows one step behind: add what arrives, pass the sum on
+    last stop: the sum goes to the owner
 
-A stop that needs nothing is left out: the block goes from the last stop that needed it straight to the next one, with
-the rows that are needed from there on.
+Stops that need nothing of a block are skipped: it goes straight from one stop that needs it to the next, with the rows
+that are needed from there on (sliding windows, documents, sparse masks).
 """
 
 from __future__ import annotations
@@ -18,64 +18,70 @@ from engine.planning.schedules.rank_pass import RankPass, RingStep
 PAYLOAD, GRADIENT = Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER
 
 
-def forward(work: RankPass) -> None:
-    """Every block makes one lap."""
-    for visit in work.visits():
-        work.compute(visit, carry(work, visit, work.payload))
+def forward(me: RankPass) -> None:
+    """k and v make one lap; the output of the own queries is merged tile by tile."""
+    for step in me.steps():
+        block = pass_block(me, step, me.own_block)
+        me.compute(step, block)
 
 
-def backward(work: RankPass) -> None:
-    """The same, and gradients follow."""
-    for visit in work.visits():
-        block = carry(work, visit, work.payload)
-        sums = work.compute(visit, block)
-        if sums and not add_up(work, visit, sums):
-            send_home(work, visit, sums)
-    receive_home(work)
+def backward(me: RankPass) -> None:
+    """The moving operand makes one lap, and its gradient follows it."""
+    for step in me.steps():
+        block = pass_block(me, step, me.own_block)
+        gradient = me.compute(step, block)
+        if gradient and reduce_gradient(me, step, gradient):
+            send_to_owner(me, step, gradient)
+    receive_from_last_stop(me)
 
 
-def carry(work: RankPass, visit: RingStep, start: Value | None) -> Value | None:
-    """The block of a visit, which the first stop of a lap has from the `start`; None: it does not come here.
-
-    It arrives one step before it is used, and leaves one step before the next stop uses it.
+def pass_block(me: RankPass, step: RingStep, first: Value | None) -> Value | None:
+    """Receive the block of a step and send it on; None if it does not come here. `first`: the block of the lap's first
+    stop, which this rank has already.
     """
-    needs, block = work.needs(visit), start
-    if visit.stop:
-        if not needs.reads(visit.stop):
+    rows, block = me.rows(step), first
+    if step.stop:
+        if not rows.is_needed(step.stop):
             return None
-        source = work.rank_at(visit, needs.before(visit.stop) or 0)
-        block = work.recv(visit, needs.from_here_on(visit.stop), source, PAYLOAD, When.at(visit.step - 1))
-    behind = needs.behind(visit.stop)
-    if block and behind:
-        when = When.at(work.step_at(visit, behind) - 1)
-        work.send(visit, block, needs.from_here_on(behind), work.rank_at(visit, behind), PAYLOAD, when)
+        source = me.rank_at(step, rows.previous(step.stop) or 0)
+        # One step before it is used, beside that step's tile.
+        block = me.recv(step, rows.from_stop(step.stop), source, PAYLOAD, When.at(step.number - 1))
+    following = rows.next(step.stop)
+    if block and following:
+        # The receiver's view of the same message: one step before `following` uses it.
+        when = When.at(me.number_at(step, following) - 1)
+        me.send(step, block, rows.from_stop(following), me.rank_at(step, following), PAYLOAD, when)
     return block
 
 
-def add_up(work: RankPass, visit: RingStep, sums: Value) -> bool:
-    """Add the gradients of all stops before to this one's, and pass them on; whether there is a next stop.
+def reduce_gradient(me: RankPass, step: RingStep, gradient: Value) -> bool:
+    """Add the sum of all earlier stops to this rank's gradient and send the total to the next stop.
 
-    They come and go beside a tile.
+    Returns:
+        Whether this is the last stop of the lap, so that the sum of the lap is complete and still here.
     """
-    adds = work.adds(visit)
-    before, behind = adds.before(visit.stop), adds.behind(visit.stop)
-    if before is not None:
-        work.recv_sums(visit, adds.up_to_here(before), work.rank_at(visit, before), GRADIENT, When.at(visit.step), sums)
-    if behind is not None:
-        work.send_sums(visit, sums, work.rank_at(visit, behind), GRADIENT, When.at(work.step_at(visit, behind)))
-    return behind is not None
+    rows = me.gradient_rows(step)
+    previous, following = rows.previous(step.stop), rows.next(step.stop)
+    if previous is not None:
+        # Sent one step after it was computed, so it arrives beside this step's tile.
+        source, when = me.rank_at(step, previous), When.at(step.number)
+        me.recv_gradient(step, rows.up_to_stop(previous), source, GRADIENT, when, gradient)
+    if following is None:
+        return True
+    me.send_gradient(step, gradient, me.rank_at(step, following), GRADIENT, When.at(me.number_at(step, following)))
+    return False
 
 
-def send_home(work: RankPass, visit: RingStep, sums: Value) -> None:
-    """The complete sum of a lap round the owner's ring goes to the owner."""
-    work.send_sums(visit, sums, work.ranks[visit.owner], GRADIENT, When.at(visit.step + 1))
+def send_to_owner(me: RankPass, step: RingStep, gradient: Value) -> None:
+    """Send the complete sum of a lap to the owner of the block."""
+    me.send_gradient(step, gradient, me.ranks[step.owner], GRADIENT, When.at(step.number + 1))
 
 
-def receive_home(work: RankPass) -> None:
-    """What `send_home` sends of the own block."""
-    home = work.home
-    adds = work.adds(home)
-    last = adds.last()
+def receive_from_last_stop(me: RankPass) -> None:
+    """Receive what another rank's `send_to_owner` sends of the own block."""
+    step = me.own_step
+    rows = me.gradient_rows(step)
+    last = rows.last()
     if last is not None:
-        when = When.at(work.step_at(home, last) + 1)
-        work.recv_sums(home, adds.up_to_here(last), work.rank_at(home, last), GRADIENT, when, work.own_sums)
+        when = When.at(me.number_at(step, last) + 1)
+        me.recv_gradient(step, rows.up_to_stop(last), me.rank_at(step, last), GRADIENT, when, me.own_gradient)

@@ -1,9 +1,15 @@
-"""RingGrid of ranks in one or two levels, and which rows of a block each of its visitors needs. Arithmetic only.
+"""Rings of ranks in one or two levels: who works on which block at which step, and which of its rows. Arithmetic only.
 
-inner=3, outer=2, block of rank (0,0), upwards     step 0     1     2     3     4     5
-                                                   (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
-late=1                                             (0,0) (0,1) (1,0) (1,1) (1,2) (0,2)
-turned, downwards                                  (1,2) (1,1) (1,0) (0,2) (0,1) (0,0)
+A ring grid has `outer` inner rings (nodes) of `inner` ranks each; ring rank r is number r % inner of ring r // inner.
+Every block makes one lap around each inner ring, its owner's first; `stop` counts the ranks of a lap.
+
+    inner=3, outer=2: holder (ring, number) of the block of (0, 0)
+
+    step                            0      1      2      3      4      5
+    (lap, stop)                  (0, 0) (0, 1) (0, 2) (1, 0) (1, 1) (1, 2)
+    direction=1                  (0, 0) (0, 1) (0, 2) (1, 0) (1, 1) (1, 2)
+    the same, deferred_stops=1   (0, 0) (0, 1) (1, 0) (1, 1) (1, 2) (0, 2)
+    direction=-1, is_reversed    (1, 2) (1, 1) (1, 0) (0, 2) (0, 1) (0, 0)
 """
 
 from __future__ import annotations
@@ -20,144 +26,145 @@ from engine.planning.visibility.visible import NOWHERE, Integers, RowRanges
 
 @dataclass(frozen=True)
 class RingGrid:
-    """`outer` rings of `inner` members each; member m is number m % inner of ring m // inner.
+    """The route of every block.
 
-    Every block visits a whole ring (a lap), then the next one. `way`: towards higher (1) or lower (-1) members.
-
-    late     last stops of a block's first lap that are made after all others
-    turned   from where the way would end back to the owner
+    direction        blocks move towards higher (1) or lower (-1) ring ranks
+    deferred_stops   this many last stops of a block's first lap come after all other laps
+    is_reversed      blocks start where the route would end, and end at their owners
     """
 
     inner: int
     outer: int
-    way: Literal[-1, 1] = -1
-    late: int = 0
-    turned: bool = False
+    direction: Literal[-1, 1] = -1
+    deferred_stops: int = 0
+    is_reversed: bool = False
 
     @property
     def size(self) -> int:
-        """Members, and steps with tiles."""
+        """Number of ranks, and of steps with tiles."""
         return self.inner * self.outer
 
     @property
-    def home_lap(self) -> int:
-        """The lap round the owner's ring."""
-        return self.outer - 1 if self.turned else 0
+    def owner_lap(self) -> int:
+        """The lap around the owner's ring."""
+        return self.outer - 1 if self.is_reversed else 0
 
     @property
-    def home_stop(self) -> int:
-        """The owner's stop of that lap."""
-        return self.inner - 1 if self.turned else 0
+    def owner_stop(self) -> int:
+        """The stop of that lap at which the owner has its block."""
+        return self.inner - 1 if self.is_reversed else 0
 
-    def visitor(self, owner: int, lap: int, stop: int) -> int:
-        """Member that works on a block at a stop of a lap."""
-        return int(self._moved(owner, lap, stop, self.way))
+    def holder(self, owner: int, lap: int, stop: int) -> int:
+        """Ring rank that works on the block of `owner` at a stop of a lap."""
+        return int(self._moved(owner, lap, stop, self.direction))
 
-    def owner(self, member: int, lap: int, stop: int) -> int:
-        """Whose block a member works on at a stop of its lap."""
-        return int(self._moved(member, lap, stop, -self.way))
+    def owner(self, ring_rank: int, lap: int, stop: int) -> int:
+        """Whose block a ring rank works on at a stop of a lap."""
+        return int(self._moved(ring_rank, lap, stop, -self.direction))
 
     def step(self, lap: int, stop: int) -> int:
-        """When."""
+        """Number of the step of a stop, from 0."""
         if lap:
-            return lap * self.inner + stop - self.late
-        return stop if stop < self.inner - self.late else (self.outer - 1) * self.inner + stop
+            return lap * self.inner + stop - self.deferred_stops
+        return stop if stop < self.inner - self.deferred_stops else (self.outer - 1) * self.inner + stop
 
-    def visitors(self, owner: Any, lap: Any, stop: Any) -> Integers:
-        """As `visitor`, of arrays."""
-        visitors: Integers = self._moved(owner, lap, stop, self.way)
-        return visitors
+    def holders(self, owner: Any, lap: Any, stop: Any) -> Integers:
+        """`holder` of arrays."""
+        holders: Integers = self._moved(owner, lap, stop, self.direction)
+        return holders
 
-    def _moved(self, member: Any, lap: Any, stop: Any, way: int) -> Any:
-        if self.turned:
+    def _moved(self, ring_rank: Any, lap: Any, stop: Any, direction: int) -> Any:
+        if self.is_reversed:
             lap, stop = -1 - lap, -1 - stop
-        ring, local = divmod(member, self.inner)
-        return (ring + way * lap) % self.outer * self.inner + (local + way * stop) % self.inner
+        ring, number = divmod(ring_rank, self.inner)
+        return (ring + direction * lap) % self.outer * self.inner + (number + direction * stop) % self.inner
 
 
-class Lap:
-    """Rows of one block that each stop of a lap needs."""
+class LapRows:
+    """Rows of one block that each stop of one lap needs."""
 
     def __init__(self, start: Integers, stop: Integers) -> None:
-        self._start, self._stop, self._reads = start, stop, start < stop
+        self._start, self._stop, self._is_needed = start, stop, start < stop
 
-    def reads(self, stop: int) -> bool:
-        """Whether a stop needs any."""
-        return bool(self._reads[stop])
+    def is_needed(self, stop: int) -> bool:
+        """Whether a stop needs any row of the block."""
+        return bool(self._is_needed[stop])
 
-    def before(self, stop: int) -> int | None:
-        """The last stop before one that needs any."""
-        found = self._reads[:stop][::-1]
-        return stop - 1 - int(found.argmax()) if found.any() else None
+    def previous(self, stop: int) -> int | None:
+        """The last stop before this one that needs the block."""
+        needed = self._is_needed[:stop][::-1]
+        return stop - 1 - int(needed.argmax()) if needed.any() else None
+
+    def next(self, stop: int) -> int | None:
+        """The first stop after this one that needs the block."""
+        needed = self._is_needed[stop + 1 :]
+        return stop + 1 + int(needed.argmax()) if needed.any() else None
 
     def last(self) -> int | None:
-        """The last stop that needs any."""
-        return self.before(len(self._reads))
+        """The last stop of the lap that needs the block."""
+        return self.previous(len(self._is_needed))
 
-    def behind(self, stop: int) -> int | None:
-        """The next stop that needs any."""
-        found = self._reads[stop + 1 :]
-        return stop + 1 + int(found.argmax()) if found.any() else None
-
-    def from_here_on(self, stop: int) -> Rows:
-        """Hull of what a stop and all behind it need."""
-        return Rows(int(self._start[stop:].min()), int(self._stop[stop:].max()))
-
-    def up_to_here(self, stop: int) -> Rows:
-        """Hull of what all stops up to this one need."""
-        return Rows(int(self._start[: stop + 1].min()), int(self._stop[: stop + 1].max()))
-
-    def rows_of(self, stop: int) -> Rows:
-        """What a stop needs."""
+    def at(self, stop: int) -> Rows:
+        """Rows that a stop needs."""
         return Rows(int(self._start[stop]), int(self._stop[stop]))
 
+    def from_stop(self, stop: int) -> Rows:
+        """Hull of the rows that this stop and all later ones need."""
+        return Rows(int(self._start[stop:].min()), int(self._stop[stop:].max()))
 
-def pairs_at(rings: RingGrid, member: int) -> dict[str, Collection[int]]:
-    """Of what a rank sends: blocks of which all readers matter, and readers of which all blocks do.
-
-    Blocks of its own ring, and those with which its laps start, or that end here.
-    """
-    first = member // rings.inner * rings.inner
-    ring = range(first, first + rings.inner)
-    starts = {rings.owner(member, lap, 0) for lap in range(rings.outer)}
-    ends = {rings.owner(member, rings.outer - 1, stop) for stop in range(rings.inner)}
-    return {"blocks": {*ring, *starts, *ends}, "readers": ring}
+    def up_to_stop(self, stop: int) -> Rows:
+        """Hull of the rows that this stop and all earlier ones need."""
+        return Rows(int(self._start[: stop + 1].min()), int(self._stop[: stop + 1].max()))
 
 
 class RowsNeeded:
-    """Rows of blocks that their visitors need, in the order of their visits.
+    """Rows of every block that the ranks need of it, in the order in which these hold it.
 
-    table   [owner, member]
-    last    [owner]: what the last stop takes instead
+    ranges       [owner, ring rank]: what a rank needs of a block
+    final_rows   [owner]: what the last stop of the last lap takes instead
     """
 
-    def __init__(self, rings: RingGrid, table: RowRanges, last: RowRanges | None = None) -> None:
-        self.rings, self.table = rings, table
-        self._last = last
-        self._laps: dict[tuple[int, int, bool], Lap] = {}
+    def __init__(self, grid: RingGrid, ranges: RowRanges, final_rows: RowRanges | None = None) -> None:
+        self.grid, self.ranges = grid, ranges
+        self._final_rows = final_rows
+        self._laps: dict[tuple[int, int, bool], LapRows] = {}
 
-    def lap(self, owner: int, lap: int, *, away: bool = False) -> Lap:
-        """One lap of a block; `away`: without the owner's own stop."""
-        if (owner, lap, away) not in self._laps:
+    def of_lap(self, owner: int, lap: int, *, without_owner: bool = False) -> LapRows:
+        """Rows of a block that one lap needs; `without_owner`: of the other ranks alone."""
+        key = owner, lap, without_owner
+        if key not in self._laps:
             rows = self._rows(owner, lap)
-            if away and lap == self.rings.home_lap:
-                home = self.rings.home_stop
-                rows.start[home], rows.stop[home] = NOWHERE, 0
-            self._laps[owner, lap, away] = Lap(*rows)
-        return self._laps[owner, lap, away]
+            if without_owner and lap == self.grid.owner_lap:
+                rows.start[self.grid.owner_stop], rows.stop[self.grid.owner_stop] = NOWHERE, 0
+            self._laps[key] = LapRows(*rows)
+        return self._laps[key]
 
-    def laps_that_read(self, owner: int) -> dict[int, Rows]:
-        """The first lap, and all with a stop that needs any: what they and all behind them need."""
-        hulls = self._rows(owner, np.arange(self.rings.outer)[:, None]).hull(axis=1)
-        behind, exists = hulls.from_here_on(axis=0), hulls.exists
+    def of_laps(self, owner: int) -> dict[int, Rows]:
+        """Rows of a block that a lap and all later ones need, for the first lap and all others that need any."""
+        hulls = self._rows(owner, np.arange(self.grid.outer)[:, None]).hull(axis=1)
+        later, exists = hulls.from_here_on(axis=0), hulls.exists
         exists[0] = True
-        return {lap: Rows(int(behind.start[lap]), int(behind.stop[lap])) for lap in np.flatnonzero(exists).tolist()}
+        return {lap: Rows(int(later.start[lap]), int(later.stop[lap])) for lap in np.flatnonzero(exists).tolist()}
 
     def _rows(self, owner: int, laps: int | Integers) -> RowRanges:
-        """Of one lap, or of all."""
-        visitors = self.rings.visitors(owner, laps, np.arange(self.rings.inner))
-        rows = RowRanges(self.table.start[owner, visitors], self.table.stop[owner, visitors])
-        if self._last is not None and np.max(laps) == self.rings.outer - 1:
-            end = (-1,) * visitors.ndim
-            rows.start[end], rows.stop[end] = self._last.start[owner], self._last.stop[owner]
+        """Rows that every stop of one lap (or of all: [laps, 1]) needs."""
+        holders = self.grid.holders(owner, laps, np.arange(self.grid.inner))
+        rows = RowRanges(self.ranges.start[owner, holders], self.ranges.stop[owner, holders])
+        if self._final_rows is not None and np.max(laps) == self.grid.outer - 1:
+            final = (-1,) * holders.ndim
+            rows.start[final], rows.stop[final] = self._final_rows.start[owner], self._final_rows.stop[owner]
         return rows
+
+
+def pairs_that_matter(grid: RingGrid, ring_rank: int) -> dict[str, Collection[int]]:
+    """Which entries of `RowsNeeded.ranges` the messages of one rank depend on: all of a table would be size**2 pairs.
+
+    Returns:
+        blocks: owners of which every reader matters: its own ring, and the blocks with which its laps begin or end.
+        readers: ring ranks of which every block matters: its own ring.
+    """
+    first = ring_rank // grid.inner * grid.inner
+    ring = range(first, first + grid.inner)
+    begin = {grid.owner(ring_rank, lap, 0) for lap in range(grid.outer)}
+    end = {grid.owner(ring_rank, grid.outer - 1, stop) for stop in range(grid.inner)}
+    return {"blocks": {*ring, *begin, *end}, "readers": ring}

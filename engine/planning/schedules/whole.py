@@ -1,14 +1,17 @@
-"""Attention over whole blocks: which schedule, what travels and what stays, with or without a head exchange.
+"""Attention over whole blocks: which operand moves, which stays, and the head exchange around it.
 
-Pins, with a head exchange (ring_..., qx, saved: own heads, whole block; the others: all heads, own rows):
+Forward moves k and v. Backward moves k and v with dk and dv (`attention.backward_circulates=kv`: RingAttention), or q,
+dout and the row statistics with dq (`q`: BurstAttention; less to send where there are as many kv heads as query heads).
 
-    forward    q, kv -> ring_q, ring_kv, saved, out       backward    dout, qx, ring_kv, saved -> dq, dkv
+Arguments of the plans (inputs and outputs), without a head exchange:
 
-without one:
+    forward    q, kv -> partial                              backward    q_dout, kv -> dq, dkv
 
-    forward    q, kv -> acc                               backward    qx, kv -> dq, dkv
+with one, where ring_* , q_dout and out_lse hold this rank's heads of the whole block, the others all heads of own rows:
 
-final_kv takes the place of (ring_)kv in backward where the last block is kept.
+    forward    q, kv -> ring_q, ring_kv, out_lse, out        backward    dout, q_dout, ring_kv, out_lse -> dq, dkv
+
+final_kv takes the place of (ring_)kv in backward where forward leaves its final block.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from engine.planning.program.program import Program
 from engine.planning.schedules import all_gather, double_ring, reversed_ring, ring
 from engine.planning.schedules.heads import HeadGroup
 from engine.planning.schedules.rank_pass import RankPass
-from engine.planning.schedules.ring_grid import RingGrid, RowsNeeded, pairs_at
+from engine.planning.schedules.ring_grid import RingGrid, RowsNeeded, pairs_that_matter
 from engine.planning.visibility.mask import halves
 from engine.planning.visibility.visible import Operand, Visibility
 
 
 def reuses_last_block(method: AttentionMethod) -> bool:
-    """Whether forward leaves its last block for backward; a ring of one rank holds its own only."""
+    """Whether backward starts from the block that forward ended with; a ring of one rank has its own only."""
     return method.backward_order == "reversed" and method.ring_inner_size * method.ring_outer_size > 1
 
 
@@ -50,175 +53,224 @@ RowsNeededCache = dict[tuple[RingGrid, str], RowsNeeded]
 
 
 class WholeBlocks:
-    """One rank of a method."""
+    """Writes the program of one rank.
+
+    visible             the mask and the layout
+    rows_needed_cache   shared by the ranks that are planned together
+    plans_one_rank      whether only this rank is planned: then only what its messages depend on is worked out
+    query_rows          forward again: how many first rows of the block are computed, out and lse of the others were
+                        saved; None: all rows
+    """
 
     def __init__(
         self,
         program: Program,
-        seen: Visibility,
+        visible: Visibility,
         method: AttentionMethod,
         blocks: Blocks,
-        needs: RowsNeededCache,
+        rows_needed_cache: RowsNeededCache,
         *,
-        is_alone: bool,
+        plans_one_rank: bool,
     ) -> None:
-        self.needs, self.is_alone, self.again = needs, is_alone, seen.mask.query_stop is not None
-        self.program, self.seen, self.method = program, seen, method
-        self.me, head = blocks.grid.place(program.rank)
+        self.program, self.visible, self.method = program, visible, method
+        self.rows_needed_cache, self.plans_one_rank = rows_needed_cache, plans_one_rank
+        self.is_recompute = visible.mask.query_stop is not None
+        self.ring_rank, head = blocks.grid.coordinates(program.rank)
         self.ranks, self.heads = blocks.grid.ring(head), HeadPart(head, blocks.grid.heads)
-        self.row_counts, self.rows = blocks.ring.row_counts, Rows(0, blocks.ring.row_counts[self.me])
-        self.exchanged, group = blocks.grid.heads > 1, blocks.grid.head_group(self.me)
-        pieces = [[blocks.piece(self.me, 0, index, len(group)) for index in range(len(group))]]
-        self.group = HeadGroup(program, group, pieces, head)
-        self.steps: list[int] = []  # of the tiles of what stays
-
-    def value(self, kind: Kind, rows: Rows, argument: str | None = None) -> Value:
-        """Rows of the block, own heads."""
-        made = self.program.value(kind, rows, argument, self.heads)
-        self.program.owners[made.number] = self.me
-        return made
-
-    def home(self, kind: Kind, argument: str) -> Value:
-        """Own rows, all heads."""
-        return self.group.home(kind, argument)
-
-    def need(self, rings: RingGrid, operand: Operand) -> RowsNeeded:
-        """Rows of all that this rank sends or receives; of all ranks, if more than one of them is planned."""
-        if (rings, operand) not in self.needs:
-            self.needs[rings, operand] = RowsNeeded(rings, self.seen.needed(operand, **self.pairs(rings)))
-        return self.needs[rings, operand]
-
-    def need_with_last(self, rings: RingGrid, *, last: bool) -> RowsNeeded:
-        """As `need`; the last stop takes all rows that anybody ever needs, or none."""
-        key = rings, "with last" if last else "without"
-        if key not in self.needs:
-            every = Visibility(self.seen.mask.all_queries(), self.seen.layout) if self.again else self.seen
-            rows = every.needed("kv", **self.pairs(rings)).hull(axis=1)
-            rows = rows if last else rows.where(np.zeros(rings.size, dtype=np.bool_))
-            self.needs[key] = RowsNeeded(rings, self.need(rings, "kv").table, rows)
-        return self.needs[key]
-
-    def pairs(self, rings: RingGrid) -> dict[str, Collection[int]]:
-        """Blocks of which all readers matter, and readers of which all blocks do."""
-        every = range(rings.size)
-        if not self.is_alone:
-            return {"blocks": every, "readers": every}
-        if self.method.kv_transport == "all_gather":
-            return {"blocks": (self.me,), "readers": (self.me,)}
-        return pairs_at(rings, self.me)
+        self.row_counts = blocks.ring.row_counts
+        self.rows = Rows(0, self.row_counts[self.ring_rank])
+        group = blocks.grid.head_group(self.ring_rank)
+        shards = [[blocks.shard(self.ring_rank, 0, index, len(group)) for index in range(len(group))]]
+        self.head_group = HeadGroup(program, group, shards, head)
+        self.exchanges_heads = self.head_group.exchanges
+        self.tile_steps: list[int] = []  # in which the stationary operand has tiles
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self, asked: int | None) -> None:
-        """Own queries stay, keys and values travel."""
-        rings, last = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size), self.last_keys()
-        argument = "q" if not self.exchanged else "ring_q"
-        queries = self.value(Kind.Q, self.rows, argument)
-        kept = None if self.exchanged and last else "ring_kv" if self.exchanged else "kv"
-        keys = self.value(Kind.KV, self.rows, kept)
-        asked_rows = Rows(0, self.rows.stop if asked is None else asked)
-        results = self.value(Kind.PARTIAL, asked_rows, None if self.exchanged else "partial")
+    def forward(self, query_rows: int | None) -> None:
+        """q stays, k and v move: out and lse of the own queries."""
+        grid = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size)
+        final_kv = self._final_kv()
+        q, kv = self._forward_inputs(has_final_kv=final_kv is not None)
+        rows = Rows(0, self.rows.stop if query_rows is None else query_rows)
+        partial = self._value(Kind.PARTIAL, rows, None if self.exchanges_heads else "partial")
 
-        def tile(step: int, owner: int, block: Value, sums: Value | None) -> None:
-            for band in self.seen.bands(self.me, owner, of="q"):
-                self.steps.append(step)
-                self.program.tile(step, band, queries, block, results)
+        def tile(step: int, owner: int, block: Value, _gradient: Value | None) -> None:
+            for band in self.visible.bands(self.ring_rank, owner, of="q"):
+                self.tile_steps.append(step)
+                self.program.tile(step, band, q, block, partial)
 
-        need = self.need(rings, "kv")
-        work = RankPass(self.program, rings, need, self.me, self.ranks, self.heads, tile, keys, last=last)
-        if last and self.again:
-            reversed_ring.bring_last(replace(work, need=self.need_with_last(rings, last=True)))
-            work = replace(work, need=self.need_with_last(rings, last=False))
-        elif last:
-            work = replace(work, need=self.need_with_last(rings, last=True))
-        schedule_of(self.method).forward(work)
-        if self.exchanged:
-            self._exchange_forward(queries, keys, results, rings.size)
-
-    def _exchange_forward(self, queries: Value, keys: Value, results: Value, size: int) -> None:
-        group, gap = self.group, max(1, (size - 1) // 2)
-        group.to_heads(0, 0, self.home(Kind.KV, "kv"), keys)
-        home, saved, out = (
-            self.home(Kind.Q, "q"),
-            self.value(Kind.OUT_LSE, self.rows, "out_lse"),
-            self.home(Kind.OUT, "out"),
+        rows_needed = self._rows_needed(grid, "kv")
+        me = RankPass(
+            self.program, grid, rows_needed, self.ring_rank, self.ranks, self.heads, tile, kv, final_kv=final_kv
         )
-        if self.steps:
-            group.to_heads(0, min(self.steps), home, queries)
-        elif self.seen.mask.query_stop is not None and self._ever_asks():  # backward will
-            group.to_heads(0, gap, home, queries)
-        if results.rows.stop:
-            done = 1 + (max(self.steps) if self.steps else size)
-            self.program.before(done, "copy", saved, results, results.rows)
-            group.to_rows(0, done, Kind.OUT, saved, out)
+        if final_kv and self.is_recompute:
+            reversed_ring.fetch_final_kv(replace(me, rows_needed=self._rows_needed_with_final(grid, final=True)))
+            me = replace(me, rows_needed=self._rows_needed_with_final(grid, final=False))
+        elif final_kv:
+            me = replace(me, rows_needed=self._rows_needed_with_final(grid, final=True))
+        schedule_of(self.method).forward(me)
+        if self.exchanges_heads:
+            self._exchange_forward(q, kv, partial, grid.size)
+
+    def _forward_inputs(self, *, has_final_kv: bool) -> tuple[Value, Value]:
+        """(q, kv) as the ring reads them; backward reads ring_kv again, unless it has final_kv."""
+        if not self.exchanges_heads:
+            return self._value(Kind.Q, self.rows, "q"), self._value(Kind.KV, self.rows, "kv")
+        ring_kv = None if has_final_kv else "ring_kv"
+        return self._value(Kind.Q, self.rows, "ring_q"), self._value(Kind.KV, self.rows, ring_kv)
+
+    def _exchange_forward(self, q: Value, kv: Value, partial: Value, steps: int) -> None:
+        """Exchange rows for heads before the first tile that reads them, and heads of `out` for rows after the last."""
+        # Without a tile to set the time, exchanges are spread over the steps of the ring.
+        group, gap = self.head_group, max(1, (steps - 1) // 2)
+        group.to_heads(0, 0, group.argument(Kind.KV, "kv"), kv)
+        all_heads_q = group.argument(Kind.Q, "q")
+        out_lse = self._value(Kind.OUT_LSE, self.rows, "out_lse")
+        out = group.argument(Kind.OUT, "out")
+        if self.tile_steps:
+            group.to_heads(0, min(self.tile_steps), all_heads_q, q)
+        elif self.is_recompute and self._has_queries():  # backward will read them
+            group.to_heads(0, gap, all_heads_q, q)
+        if partial.rows.stop:
+            done = 1 + (max(self.tile_steps) if self.tile_steps else steps)
+            self.program.before(done, "copy", out_lse, partial, partial.rows)
+            group.to_rows(0, done, Kind.OUT, out_lse, out)
         elif self.rows.stop:
-            group.to_rows(0, gap + gap * 2 // 3, Kind.OUT, saved, out)
+            group.to_rows(0, gap + gap * 2 // 3, Kind.OUT, out_lse, out)
 
-    def _ever_asks(self) -> bool:
-        every = Visibility(self.seen.mask.all_queries(), self.seen.layout)
-        return bool(every.needed("kv", blocks=(), readers=(self.me,)).exists[:, self.me].any())
+    def _has_queries(self) -> bool:
+        """Whether own queries see anything at all, recomputed or not."""
+        all_queries = Visibility(self.visible.mask.all_queries(), self.visible.layout)
+        needed = all_queries.needed("kv", blocks=(), readers=(self.ring_rank,))
+        return bool(needed.exists[:, self.ring_rank].any())
 
-    def last_keys(self) -> Value | None:
-        """Where the last block of forward is kept for backward."""
+    def _final_kv(self) -> Value | None:
+        """Where forward leaves its final block for backward."""
         if not reuses_last_block(self.method):
             return None
-        rings = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size)
-        owner = rings.owner(self.me, rings.outer - 1, rings.inner - 1)
-        return self.value(Kind.KV, Rows(0, self.row_counts[owner]), "final_kv")
+        grid = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size)
+        owner = grid.owner(self.ring_rank, grid.outer - 1, grid.inner - 1)
+        return self._value(Kind.KV, Rows(0, self.row_counts[owner]), "final_kv")
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
-        """Keys and values travel with their gradients, or queries do."""
-        method, inner, outer = self.method, self.method.ring_inner_size, self.method.ring_outer_size
+        """dq, dk and dv: one operand moves with its gradient, the gradient of the other is summed in place."""
+        method, final_kv = self.method, self._final_kv()
         gathers = method.kv_transport == "all_gather"
-        keys_travel = method.backward_circulates == "kv" or gathers
-        last = self.last_keys()
-        # Behind a window no step waits for the last hop, and a tail would add one.
-        tails = not last and not gathers and self.seen.mask.window is None and inner * outer > 1
-        tail = min(method.deferred_local_tiles, inner) if tails else 0
-        rings = RingGrid(
-            inner, outer, 1 if keys_travel and outer == 1 and not last else -1, max(0, tail - 1), last is not None
+        kv_moves = method.backward_circulates == "kv" or gathers
+        deferred = self._deferred_tiles(reuses_last=final_kv is not None)
+        # One ring of kv moves the other way than forward, so both directions of a link are used in turn.
+        upwards = kv_moves and method.ring_outer_size == 1 and not final_kv
+        grid = RingGrid(
+            method.ring_inner_size,
+            method.ring_outer_size,
+            1 if upwards else -1,
+            deferred_stops=max(0, deferred - 1),
+            is_reversed=final_kv is not None,
         )
-        queries = self.value(Kind.Q_DOUT_OUT if keys_travel else Kind.Q_DOUT_STATS, self.rows, "q_dout")
-        keys = last or self.value(Kind.KV, self.rows, "ring_kv" if self.exchanged else "kv")
-        dq = self.value(Kind.DQ, self.rows, None if self.exchanged else "dq")
-        dkv = self.value(Kind.DKV, self.rows, None if self.exchanged else "dkv")
+        argument = None if self.exchanges_heads else "dq", None if self.exchanges_heads else "dkv"
+        q_dout = self._value(Kind.Q_DOUT_OUT if kv_moves else Kind.Q_DOUT_STATS, self.rows, "q_dout")
+        kv = final_kv or self._value(Kind.KV, self.rows, "ring_kv" if self.exchanges_heads else "kv")
+        dq, dkv = self._value(Kind.DQ, self.rows, argument[0]), self._value(Kind.DKV, self.rows, argument[1])
 
-        def tile(step: int, owner: int, block: Value, sums: Value | None) -> None:
-            pair = (self.me, owner) if keys_travel else (owner, self.me)
-            bands = self.seen.bands(*pair, of="q" if keys_travel else "kv")
-            parts = halves(bands) if tail and owner == self.me else [bands]
-            for part, at in zip(parts, (step, rings.size), strict=False):
+        def tile(step: int, owner: int, block: Value, gradient: Value | None) -> None:
+            pair = (self.ring_rank, owner) if kv_moves else (owner, self.ring_rank)
+            bands = self.visible.bands(*pair, of="q" if kv_moves else "kv")
+            # Of the own block, half of the tiles may wait until the last gradients are on their way.
+            parts = halves(bands) if deferred and owner == self.ring_rank else [bands]
+            for part, at in zip(parts, (step, grid.size), strict=False):
                 for band in part:
-                    self.steps.append(at)
-                    operands = (queries, block, dq, sums) if keys_travel else (block, keys, sums, dkv)
+                    self.tile_steps.append(at)
+                    operands = (q_dout, block, dq, gradient) if kv_moves else (block, kv, gradient, dkv)
                     self.program.tile(at, band, *operands)
 
-        need = self.need(rings, "kv" if keys_travel else "q")
-        payload, sums = (keys, dkv) if keys_travel else (queries, dq)
-        wide, narrow = (Kind.DKV, Kind.DKV_WIRE) if keys_travel else (Kind.DQ, Kind.DQ_WIRE)
-        wire = wide if method.gradient_wire_dtype == "float32" else narrow
-        work = RankPass(self.program, rings, need, self.me, self.ranks, self.heads, tile, payload, None, sums, wire)
-        schedule_of(method).backward(work)
-        if self.exchanged:
-            levels = (inner > 1) + (outer > 1)
-            travelled = rings.size + (0 if last else min(1, levels) if gathers else levels)
-            self._exchange_backward(queries, dq, dkv, travelled, keys_travel=keys_travel)
+        own_block, own_gradient = (kv, dkv) if kv_moves else (q_dout, dq)
+        wide, narrow = (Kind.DKV, Kind.DKV_WIRE) if kv_moves else (Kind.DQ, Kind.DQ_WIRE)
+        me = RankPass(
+            self.program,
+            grid,
+            self._rows_needed(grid, "kv" if kv_moves else "q"),
+            self.ring_rank,
+            self.ranks,
+            self.heads,
+            tile,
+            own_block,
+            own_gradient=own_gradient,
+            wire_kind=wide if method.gradient_wire_dtype == "float32" else narrow,
+        )
+        schedule_of(method).backward(me)
+        if self.exchanges_heads:
+            levels = (grid.inner > 1) + (grid.outer > 1)
+            hops_after = 0 if final_kv else min(1, levels) if gathers else levels
+            self._exchange_backward(q_dout, dq, dkv, grid.size + hops_after, kv_moves=kv_moves)
 
-    def _exchange_backward(self, queries: Value, dq: Value, dkv: Value, travelled: int, *, keys_travel: bool) -> None:
-        """`travelled`: the step after that at which sums of what travels are complete."""
-        group, stayed = self.group, 1 + (max(self.steps) if self.steps else travelled)
-        dout, saved = self.home(Kind.DOUT, "dout"), self.value(Kind.OUT_LSE, self.rows, "out_lse")
-        first = (min(self.steps) if self.steps else None) if keys_travel else 0
+    def _deferred_tiles(self, *, reuses_last: bool) -> int:
+        """How many steps of a lap have their tiles after all others, to hide the last hops of gradients."""
+        steps = self.method.ring_inner_size * self.method.ring_outer_size
+        if reuses_last or self.method.kv_transport == "all_gather" or steps == 1:
+            return 0
+        # With a window no step waits for the last hop, and deferred tiles would add a step.
+        return (
+            0
+            if self.visible.mask.window is not None
+            else min(self.method.deferred_local_tiles, self.method.ring_inner_size)
+        )
+
+    def _exchange_backward(self, q_dout: Value, dq: Value, dkv: Value, moved_by: int, *, kv_moves: bool) -> None:
+        """Exchange rows of dout for heads, and heads of the gradients for rows.
+
+        moved_by: step at which gradients of the moving operand are complete
+        """
+        group, stayed_by = self.head_group, 1 + (max(self.tile_steps) if self.tile_steps else moved_by)
+        dout, out_lse = group.argument(Kind.DOUT, "dout"), self._value(Kind.OUT_LSE, self.rows, "out_lse")
+        first = (min(self.tile_steps) if self.tile_steps else None) if kv_moves else 0
         if first is not None:
-            group.to_heads(0, first, dout, queries)
-            if not keys_travel and self.rows.stop:
-                self.program.before(first, "stats", queries, saved, self.rows)
-        # Complete gradients of keys arrive cast, partial ones of replicated heads are summed in fp32.
-        copies = self.method.kv_replicated
+            group.to_heads(0, first, dout, q_dout)
+            if not kv_moves and self.rows.stop:
+                self.program.before(first, "stats", q_dout, out_lse, self.rows)
+        # Complete gradients of keys are sent cast; partial ones of replicated kv heads are summed in fp32.
+        replicated = self.method.kv_replicated
         wire = Kind.DKV if self.method.gradient_wire_dtype == "float32" else Kind.DKV_WIRE
-        home = self.home(Kind.DKV if copies else Kind.DKV_CAST, "dkv")
-        at = (travelled, stayed) if keys_travel else (stayed, travelled)
-        group.to_rows(0, at[0], wire if copies else Kind.DKV_CAST, dkv, home, "add" if copies else "copy")
-        group.to_rows(0, at[1], Kind.DQ_CAST, dq, self.home(Kind.DQ_CAST, "dq"))
+        all_heads_dkv = group.argument(Kind.DKV if replicated else Kind.DKV_CAST, "dkv")
+        dkv_by, dq_by = (moved_by, stayed_by) if kv_moves else (stayed_by, moved_by)
+        group.to_rows(
+            0, dkv_by, wire if replicated else Kind.DKV_CAST, dkv, all_heads_dkv, "add" if replicated else "copy"
+        )
+        group.to_rows(0, dq_by, Kind.DQ_CAST, dq, group.argument(Kind.DQ_CAST, "dq"))
+
+    # ---- values and rows ----------------------------------------------------------------------------------------
+
+    def _value(self, kind: Kind, rows: Rows, argument: str | None = None) -> Value:
+        """Rows of the own block, this rank's heads."""
+        value = self.program.value(kind, rows, argument, self.heads)
+        self.program.owners[value.number] = self.ring_rank
+        return value
+
+    def _rows_needed(self, grid: RingGrid, operand: Operand) -> RowsNeeded:
+        """Rows of the moving operand that ranks need: all, or of one rank those that its messages depend on."""
+        if (grid, operand) not in self.rows_needed_cache:
+            ranges = self.visible.needed(operand, **self._pairs(grid))
+            self.rows_needed_cache[grid, operand] = RowsNeeded(grid, ranges)
+        return self.rows_needed_cache[grid, operand]
+
+    def _rows_needed_with_final(self, grid: RingGrid, *, final: bool) -> RowsNeeded:
+        """As `_rows_needed`, but the last step takes all rows that any rank ever needs, or (not final) none."""
+        key = grid, "with final" if final else "without final"
+        if key not in self.rows_needed_cache:
+            visible = self.visible
+            if self.is_recompute:
+                visible = Visibility(visible.mask.all_queries(), visible.layout)
+            rows = visible.needed("kv", **self._pairs(grid)).hull(axis=1)
+            rows = rows if final else rows.where(np.zeros(grid.size, dtype=np.bool_))
+            self.rows_needed_cache[key] = RowsNeeded(grid, self._rows_needed(grid, "kv").ranges, rows)
+        return self.rows_needed_cache[key]
+
+    def _pairs(self, grid: RingGrid) -> dict[str, Collection[int]]:
+        """Blocks of which all readers matter, and readers of which all blocks do."""
+        if not self.plans_one_rank:
+            return {"blocks": range(grid.size), "readers": range(grid.size)}
+        if self.method.kv_transport == "all_gather":
+            return {"blocks": (self.ring_rank,), "readers": (self.ring_rank,)}
+        return pairs_that_matter(grid, self.ring_rank)

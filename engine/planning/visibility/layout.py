@@ -91,7 +91,7 @@ def build_layout(
     return Layout(tuple(_merged(of_rank) for of_rank in segments))
 
 
-def piece_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: int) -> tuple[int, int]:
+def shard_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: int) -> tuple[int, int]:
     """Rows [start, stop) of a ring rank that head rank `head_rank` holds of chunk `chunk` before the head exchange.
 
     total_rows=10, heads=2, chunks=2      head rank 0: [0, 2) [5, 7)      head rank 1: [2, 5) [7, 10)
@@ -104,7 +104,7 @@ def piece_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: 
 def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[tuple[range, ...], ...], ...]:
     """Segments [ring rank][head rank] that each rank holds outside attention, when `heads` ranks share a ring rank.
 
-    Every ring rank's rows are cut into `chunks` pieces and each of these into `heads` pieces (`piece_rows`); a head
+    Every ring rank's rows are cut into `chunks` pieces and each of these into `heads` pieces (`shard_rows`); a head
     rank holds its pieces of all chunks in order. The exchange of a chunk over the head ranks so yields consecutive
     rows of the ring rank's block.
     """
@@ -114,7 +114,7 @@ def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[
                 [
                     part
                     for chunk in range(chunks)
-                    for part in _rows_of(segments, *piece_rows(rows, heads, chunks, head_rank, chunk))
+                    for part in _rows_of(segments, *shard_rows(rows, heads, chunks, head_rank, chunk))
                 ]
             )
             for head_rank in range(heads)

@@ -182,7 +182,7 @@ class Group:
         """lse [N, H]: every rank has the rows of its ring member and its part of the heads."""
         whole = torch.full(inputs.q.shape[:2], torch.nan, dtype=torch.float64)
         for rank, part in enumerate(parts):
-            ring_index, head = self.blocks.grid.place(rank)
+            ring_index, head = self.blocks.grid.coordinates(rank)
             first, last = HeadPart(head, self.blocks.grid.heads).queries(inputs.q.shape[1])
             whole[torch.from_numpy(self.blocks.ring.positions(ring_index)), first:last] = part.double()
         return whole

@@ -266,7 +266,7 @@ def _positions_of(blocks: Blocks, rank: int, buffer: Buffer) -> Tensor:
     """Positions of the rows of an argument: buffers of some heads hold the rows of the ring."""
     if buffer.heads.count == 1:
         return torch.from_numpy(blocks.home.positions(rank))
-    return torch.from_numpy(blocks.ring.positions(blocks.grid.place(rank)[0]))
+    return torch.from_numpy(blocks.ring.positions(blocks.grid.coordinates(rank)[0]))
 
 
 def _compare(rank: int, buffer: Buffer, records: Fields, positions: Tensor, dense: Tensor) -> None:
