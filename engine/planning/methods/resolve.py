@@ -28,7 +28,7 @@ from engine.planning.methods.presets import (
     legal_attention,
 )
 from engine.planning.methods.topology import Topology
-from engine.planning.schedules.plan import plan_attention, token_bytes_of
+from engine.planning.schedules.plan import plan_backward, token_bytes_of
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.replay import replay
 from engine.planning.visibility.layers import attention_layers
@@ -114,7 +114,7 @@ def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: t
     def backward_s(choice: _Choice) -> float:
         chosen, seconds = _with(stand_in, choice), 0.0
         for count, visibility in seen:
-            plan = plan_attention(visibility, chosen, blocks, "backward")
+            plan = plan_backward(chosen, visibility, blocks)
             seconds += count * replay(plan, machine, token_bytes, group).total_s
         return seconds
 
