@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from testkit.command_line import Burst
-from testkit.golden import Golden
+from testkit.golden import FOLDER, Golden
 
 ON_FOUR_RANKS = ["exp=tiny", "train.seq_len=16", "--ranks", "4", "--nodes", "2", "--device", "cpu", "--trace", "0"]
 CASES = {
@@ -39,3 +39,12 @@ def test_trace_of_rank_0(case: str, burst: Burst, golden: Golden) -> None:
 
     assert result.code == 0, result.err
     golden(f"traces/{case}.txt", result.out)
+
+
+def test_docs_show_the_golden_trace_of_burst() -> None:
+    passes = (FOLDER / "traces/burst_q.txt").read_text(encoding="utf-8").split("\n\n")[1:]
+    docs = (FOLDER.parents[1] / "docs/attention.md").read_text(encoding="utf-8")
+
+    for one in passes:
+        steps = one.strip().split("\n", 1)[1]
+        assert steps in docs, "docs/attention.md shows another trace than tests/golden/traces/burst_q.txt"
