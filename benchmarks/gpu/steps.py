@@ -30,7 +30,7 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-from engine.planning.memory.auto import settle_memory
+from engine.planning.memory.auto import resolve_memory
 from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import Hardware, Predict, capacity_of
@@ -188,7 +188,7 @@ def choose_policy(whole: RunConfig, device_name: str, predict: Predict, hardware
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity, predict)
+            choice = resolve_memory(config, ALONE, capacity, predict)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))
