@@ -75,7 +75,9 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     if runner.is_here and not request.dry_run:
         check_source(composed.config)
         room = check_room(composed.config, run_path, force=request.force)
-    asked = Asked(nodes, request.overrides, request.force, request.dry_run, health, render.stderr().status)
+    resumed = given.name if given is not None and request.base is not None else None
+    typed, busy = request.overrides, render.stderr().status
+    asked = Asked(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
     survey = runner.survey(composed.config, asked)
     planner = MemoryPlanner(survey.hardware)
     memory = _settled_memory(survey.plan(survey.config, run_path).config, planner, force=request.force)

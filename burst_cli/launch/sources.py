@@ -7,12 +7,10 @@ from pathlib import Path
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.time.flops import count_parameters
 from engine.runs.checkpoints import checkpoints_folder, find_source
-from engine.runs.figures import binary_bytes
+from engine.runs.room import find_shortage
 
 _KEY = "train.checkpoint.resume_from"
-_BYTES_PER_PARAMETER = 3 * 4  # the master weight and two moments; moments of 8 bits are saved as fp32, too
 
 
 def with_source_paths(overrides: tuple[str, ...], runs_dir: Path) -> tuple[str, ...]:
@@ -49,32 +47,17 @@ def check_source(config: RunConfig) -> None:
         find_source(Path(source).expanduser())
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
-    """The size of one checkpoint: fp32 weights and both moments of every parameter, whatever ranks write which part."""
-    return _BYTES_PER_PARAMETER * count_parameters(config.model).total
-
-
 def check_room(config: RunConfig, run_path: Path, *, force: bool) -> tuple[str, ...]:
     """What to say of the room for checkpoints on this machine, or nothing where there is enough.
 
     Raises ConfigError when not one checkpoint fits, unless `force`.
     """
-    settings = config.train.checkpoint
-    if not settings.is_on or config.train.evaluate_only:
-        return ()
-    folder = checkpoints_folder(settings, run_path)
+    folder = checkpoints_folder(config.train.checkpoint, run_path)
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    size, free = checkpoint_bytes(config), shutil.disk_usage(disk).free
-    # A new one is written before the oldest is deleted.
-    saves = settings.every_steps is not None or settings.every_minutes is not None
-    number = settings.keep_last + 1 if saves else 1
-    if free >= number * size:
+    shortage = find_shortage(config, str(folder), shutil.disk_usage(disk).free)
+    if shortage is None:
         return ()
-    text = (
-        f"a checkpoint takes {binary_bytes(size)}, up to {number} at a time {binary_bytes(number * size)}, but "
-        f"{folder} has {binary_bytes(free)} free. Free space, name another folder with train.checkpoint.folder, or "
-        "lower train.checkpoint.keep_last"
-    )
-    if free < size and not force:
+    text = f"{shortage.text}. {shortage.remedy[0].upper()}{shortage.remedy[1:]}"
+    if shortage.is_total and not force:
         raise ConfigError(f"{text}. To start it all the same, add --force.")
     return (f"warning: {text}",)

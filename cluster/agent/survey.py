@@ -8,6 +8,7 @@ import hashlib
 import os
 import pwd
 import random
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -21,11 +22,19 @@ _HASH_S = 10.0
 _EDGE_BYTES = 1 << 20
 _MAX_FILES = 20000
 _HASHED_FILES = 64
+# By the name of the kernel: where nodes that mount the same source see the same files.
+_NETWORKED = re.compile(r"nfs4?|lustre|gpfs|ceph|cifs|smb3|beegfs.*|wekafs|panfs|(fuse\.)?(glusterfs|juicefs|ceph)")
+_STEP = re.compile(r"step-\d{8,}")
+_UNFINISHED = ("step-*.tmp-*", "step-*.gone-*", "fetched-*")  # which the next start of a run deletes
 _PORTS = (20000, 30000)  # below those that systems give to outgoing connections
 
 
 def survey(question: dict[str, Any]) -> dict[str, Any]:
-    """Facts by name. question: root, where a node keeps runs; port; data, see `find_data`."""
+    """Facts by name.
+
+    question: root, where a node keeps runs; port; data, see `find_data`; checkpoints, the folder above those of a run,
+    and run_id of a run that has begun, or null; source, where training is to go on from, or null.
+    """
     home, uid = os.path.expanduser("~"), os.getuid()
     user = str(uid)
     with contextlib.suppress(KeyError):
@@ -42,6 +51,19 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
         "port": _attempt(lambda: find_port(question["port"])),
         "locks": find_locks(),
         "data": find_data(question["data"], home),
+        **_checkpoints(question, home),
+    }
+
+
+def _checkpoints(question: dict[str, Any], home: str) -> dict[str, Any]:
+    """What is known of the disk that checkpoints are written to and of the folder that they are read from."""
+    folder, source, run_id = expand(question["checkpoints"], home), question["source"], question["run_id"]
+    own = os.path.join(folder, run_id or "")
+    old = 0 if run_id is None else unfinished_bytes(own) + unfinished_bytes(os.path.join(own, "checkpoints"))
+    return {
+        "checkpoint_room": _attempt(lambda: find_room(folder) + old),
+        "checkpoint_disk": find_disk(folder),
+        "has_source": None if source is None else has_checkpoint(expand(source, home)),
     }
 
 
@@ -66,6 +88,57 @@ def find_room(root: str) -> int:
     if not found.f_favail and found.f_files:
         raise OSError(28, "has no free inodes", folder)
     return found.f_bavail * found.f_frsize
+
+
+def find_disk(root: str) -> str:
+    """Equal where nodes see the same disk: source of a network file system, else machine and device; "": not known."""
+    folder = os.path.abspath(root)
+    while not os.path.isdir(folder) and folder != "/":
+        folder = os.path.dirname(folder)
+    with contextlib.suppress(OSError):
+        number = os.stat(folder).st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        source = network_source(_text("/proc/self/mountinfo"), device)
+        return source or f"{_text('/proc/sys/kernel/random/boot_id').strip()} {device}"
+    return ""
+
+
+def network_source(mounts: str, device: str) -> str:
+    """Kind and source of the network file system that mountinfo (proc(5)) has as `device`, MAJOR:MINOR; else ""."""
+    for line in mounts.splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2:3] == [device] and _NETWORKED.fullmatch((kind.split() or [""])[0]):
+            return " ".join(kind.split()[:2])
+    return ""
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def unfinished_bytes(folder: str) -> int:
+    """Bytes in `folder` of saves that did not end, which are deleted when the run goes on, before it saves again."""
+    paths = [path for name in _UNFINISHED for path in glob.glob(os.path.join(glob.escape(folder), name, "*"))]
+    size = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            size += os.stat(path).st_blocks * 512
+    return size
+
+
+def has_checkpoint(path: str) -> bool | None:
+    """Whether ranks find a checkpoint by this path; None: its configuration, which is not read here, may say where."""
+    is_step = _STEP.fullmatch(os.path.basename(path)) and os.path.isdir(path)
+    if is_step or any(_STEP.fullmatch(name) for folder in (path, f"{path}/checkpoints") for name in _names(folder)):
+        return True
+    return None if os.path.exists(os.path.join(path, "config.yaml")) else False
+
+
+def _names(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
 
 
 def find_port(wanted: int | None) -> int:

@@ -10,11 +10,12 @@ from testkit.run_maker import make_run
 from testkit.saved_checkpoints import checkpointing
 from testkit.tiny_training import start_run, tiny_config
 
-from burst_cli.launch.sources import check_room, check_source, checkpoint_bytes, with_source_paths
+from burst_cli.launch.sources import check_room, check_source, with_source_paths
 from engine.checkpoint.checkpointer import Snapshot
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointConfig, ModelConfig, RunConfig
 from engine.runs.checkpoints import CheckpointError
+from engine.runs.room import checkpoint_bytes
 
 KEY = "train.checkpoint.resume_from"
 
