@@ -199,11 +199,13 @@ def _other_tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
-    """Ranks on other machines start in a folder of their own, so no path can be meant from here."""
+    """Ranks on other machines start in a folder of their own, so no path can be meant from here.
+
+    What train.checkpoint.resume_from names may be a run, of which a launch finds the path.
+    """
     settings = config.train.checkpoint
     named = {
         "train.checkpoint.folder": settings.folder,
-        "train.checkpoint.resume_from": settings.resume_from,
         "model.init_from": config.model.init_from,
         **{f"data.mix_paths[{index}]": path for index, path in enumerate(config.data.mix_paths)},
     }
