@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import json
 import os
 import pwd
 import random
@@ -24,6 +25,12 @@ _MAX_FILES = 20000
 _HASHED_FILES = 64
 # By the name of the kernel: where nodes that mount the same source see the same files.
 _NETWORKED = re.compile(r"nfs4?|lustre|gpfs|ceph|cifs|smb3|beegfs.*|wekafs|panfs|(fuse\.)?(glusterfs|juicefs|ceph)")
+_CONFIG_BYTES = 256 << 10
+# As `engine.pretrained.folder` has them, which does not come along.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json"),
+    *("merges.txt", "vocab.txt", "spiece.model", "tekken.json"),
+)
 _STEP = re.compile(r"step-\d{8,}")
 _UNFINISHED = ("step-*.tmp-*", "step-*.gone-*", "fetched-*")  # which the next start of a run deletes
 _PORTS = (20000, 30000)  # below those that systems give to outgoing connections
@@ -33,7 +40,8 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
     """Facts by name.
 
     question: root, where a node keeps runs; port; data, see `find_data`; checkpoints, the folder above those of a run,
-    and run_id of a run that has begun, or null; source, where training is to go on from, or null.
+    and run_id of a run that has begun, or null; source, where training is to go on from, or null; model, the folder
+    of its first weights, or null.
     """
     home, uid = os.path.expanduser("~"), os.getuid()
     user = str(uid)
@@ -52,6 +60,7 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
         "locks": find_locks(),
         "data": find_data(question["data"], home),
         **_checkpoints(question, home),
+        "model": None if question["model"] is None else find_model(expand(question["model"], home)),
     }
 
 
@@ -88,6 +97,26 @@ def find_room(root: str) -> int:
     if not found.f_favail and found.f_files:
         raise OSError(28, "has no free inodes", folder)
     return found.f_bavail * found.f_frsize
+
+
+def find_model(folder: str) -> dict[str, Any] | None:
+    """What config.json in the folder of a model says, or why it says nothing; whether a tokenizer is beside it.
+
+    None without a folder, which `find_data` tells.
+    """
+    if not os.path.isdir(folder):
+        return None
+    has_tokenizer = any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZER_FILES)
+    told: dict[str, Any] = {"problem": "", "config": None, "has_tokenizer": has_tokenizer}
+    try:
+        with open(os.path.join(folder, "config.json"), "rb") as file:
+            text = file.read(_CONFIG_BYTES + 1)
+        if len(text) > _CONFIG_BYTES:
+            raise ValueError(f"it has more than {_CONFIG_BYTES} bytes")
+        told["config"] = json.loads(text)
+    except (OSError, ValueError) as error:
+        told["problem"] = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return told
 
 
 def find_disk(root: str) -> str:

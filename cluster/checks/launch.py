@@ -8,7 +8,7 @@ port, GPUs for the ranks.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,13 +31,14 @@ from cluster.code import agent_question
 from cluster.env.plan import FACT_QUESTIONS
 from cluster.errors import ClusterError
 from cluster.plan_nodes import node_root, text_files
-from cluster.remote_text import plain_path
+from cluster.remote_text import one_line, plain_path
 from cluster.ssh.connection import Connect
 from cluster.ssh.hosts import Host, fold_nodes
 from cluster.survey.drivers import SmiFailure, SmiLog
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import fill, listed
 from engine.config.cluster import ClusterConfig
+from engine.config.data import model_problems
 from engine.config.settings import RunConfig
 from engine.runs.room import find_shortage, saves_checkpoints
 
@@ -51,7 +52,7 @@ _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 REQUIRED = frozenset(
     {
         *("ssh.reach", "net.interface", "net.machine", "host.python", "host.docker", "host.image"),
-        *(f"launch.{name}" for name in ("adapters", "folder", "data", "ranks", "port", "source")),
+        *(f"launch.{name}" for name in ("adapters", "folder", "data", "ranks", "port", "source", "model")),
     }
 )
 # Of the others what fails is a risk that --force takes, and what is odd or unseen is said. What only makes a node slow
@@ -187,13 +188,23 @@ def _text(finding: Finding) -> str:
 
 
 @dataclass(frozen=True)
+class NodeModel:
+    """The folder of the first weights as a node sees it. config: its config.json; None: `problem` says why not."""
+
+    problem: str
+    config: Mapping[str, Any] | None
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
 class Offer:
     """What a node offers a run. memory_bytes: None where it does not tell.
 
     room, port: (how many bytes are free, which port is free; None, and why there is none). locks: the runs that hold
     it, by the name that they know it by. data: (path, what is wrong there, its content; None: no time to look).
     checkpoint_room: as room, of the folder that checkpoints are written to, on the disk checkpoint_disk, which has the
-    same name on all nodes that see it. has_source: whether there is a checkpoint to go on from; None: not known.
+    same name on all nodes that see it. has_source: whether there is a checkpoint to go on from; None: not known. model:
+    None of a run that begins without weights of others.
     """
 
     home: str
@@ -210,6 +221,7 @@ class Offer:
     checkpoint_room: tuple[int | None, str]
     checkpoint_disk: str
     has_source: bool | None
+    model: NodeModel | None
 
 
 def read_offer(facts: NodeFacts) -> Offer:
@@ -217,8 +229,8 @@ def read_offer(facts: NodeFacts) -> Offer:
 
     def take(told: Any) -> Offer:
         data = [_data(one) for one in listed(told["data"])]
-        offer: Offer = fill(Offer, {**told, "home": plain_path(told["home"]), "data": data})
-        return offer
+        offer: Offer = fill(Offer, {**told, "home": plain_path(told["home"]), "data": data, "model": None})
+        return replace(offer, model=None if told["model"] is None else _model(told["model"]))
 
     return facts.probe.section(NAME).read(take)
 
@@ -229,6 +241,14 @@ def _data(told: Any) -> list[str | None]:
         return [path, problem, None]
     count = f"{told['files']} file{'' if told['files'] == 1 else 's'}"
     return [path, "", f"{count}, {told['bytes']} bytes, {told['digest'][:8]}"]
+
+
+def _model(told: Any) -> NodeModel:
+    config, has_tokenizer = told["config"], told["has_tokenizer"]
+    if not isinstance(config, dict | None) or not isinstance(has_tokenizer, bool):
+        raise ValueError("no config.json")
+    problem = one_line(str(told["problem"]), 200) or ("" if config is not None else "it is no JSON object")
+    return NodeModel(problem, config, has_tokenizer)
 
 
 def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -263,6 +283,21 @@ def check_data(check: Check, facts: NodeFacts) -> list[Finding]:
     remedy = "bring it there under this name"
     missing = [check.fail(f"data {path}: {wrong}", remedy) for path, wrong, _ in read_offer(facts).data if wrong]
     return missing or [check.ok("there")]
+
+
+def _check_model(config: RunConfig) -> Callable[[Check, NodeFacts], list[Finding]]:
+    def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
+        """The folder of the first weights holds the model that was configured, and tokens are its own."""
+        model = read_offer(facts).model
+        if model is None:
+            return [check.skip("no weights are read")]
+        remedy = "correct the setting, or bring the right folder there"
+        if model.config is None:
+            return [check.fail(f"{config.model.init_from}/config.json cannot be read: {model.problem}", remedy)]
+        problems = model_problems(config, model.config, has_tokenizer=model.has_tokenizer)
+        return [check.fail(one_line(problem, 1000), remedy) for problem in problems] or [check.ok("it fits")]
+
+    return check_model
 
 
 def count_gpus(facts: NodeFacts) -> int | None:
@@ -391,6 +426,7 @@ def launch_group(config: RunConfig, resumed: str | None = None) -> CheckGroup:
         "checkpoints": _checkpoints_root(config),
         "run_id": resumed,
         "source": source,
+        "model": None if resumed else config.model.init_from,
     }
 
     def compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
@@ -407,7 +443,7 @@ def launch_group(config: RunConfig, resumed: str | None = None) -> CheckGroup:
 
     return CheckGroup(
         "launch",
-        (check_adapters, check_folder, check_holder, check_data),
+        (check_adapters, check_folder, check_holder, check_data, _check_model(config)),
         questions=(*FACT_QUESTIONS, agent_question(NAME, _LIMIT_S, "cluster.agent.survey", "survey", asked)),
         settings=lambda _: {"BURST_MODULES": " ".join(needed_modules(config))},
         traits=traits,

@@ -58,6 +58,7 @@ OFFER = Offer(
     checkpoint_room=(100 << 30, ""),
     checkpoint_disk="",
     has_source=None,
+    model=None,
 )
 
 

@@ -18,10 +18,12 @@ from testkit import PYTHON_PATH
 from testkit.connections import LocalConnection
 from testkit.fake_plan import run_config
 
+from cluster.agent import survey
 from cluster.agent.survey import find_data, find_disk, find_room, has_checkpoint, network_source, unfinished_bytes
 from cluster.checks.launch import Offer, launch_group, read_offer
 from cluster.survey.facts import NodeFacts, survey_node
 from engine.data.sources import list_files
+from engine.pretrained.folder import TOKENIZER_FILE, VOCABULARY_FILES
 from engine.runs.checkpoints import CheckpointError, find_source, recover
 
 Ask = Callable[..., Offer]
@@ -217,3 +219,19 @@ def test_nodes_find_the_checkpoints_that_ranks_find(tmp_path: Path, path: str) -
 def test_a_run_that_keeps_its_checkpoints_elsewhere_is_left_to_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("train: {checkpoint: {folder: /saved}}")
     assert has_checkpoint(str(tmp_path)) is None
+
+
+def test_nodes_tell_what_the_folder_of_first_weights_holds(tmp_path: Path) -> None:
+    assert survey.find_model(str(tmp_path / "none")) is None
+    assert survey.find_model(str(tmp_path))["problem"] == "No such file or directory"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert survey.find_model(str(tmp_path)) == {
+        "problem": "",
+        "config": {"model_type": "llama"},
+        "has_tokenizer": False,
+    }
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "vocab.json").touch()
+    damaged = survey.find_model(str(tmp_path))
+    assert (damaged["config"], damaged["has_tokenizer"]) == (None, True)
+    assert (TOKENIZER_FILE, *VOCABULARY_FILES) == survey.TOKENIZER_FILES, "the files that make a tokenizer"

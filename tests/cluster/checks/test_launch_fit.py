@@ -36,6 +36,7 @@ from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 from engine.planning.memory.predictor import Gpu
+from engine.pretrained.shape import config_json
 from engine.runs.figures import binary_bytes
 from engine.runs.room import checkpoint_bytes
 
@@ -56,6 +57,7 @@ OFFER: Mapping[str, Any] = {
     "checkpoint_room": [100 << 30, ""],
     "checkpoint_disk": "",
     "has_source": None,
+    "model": None,
 }
 
 
@@ -360,3 +362,36 @@ def test_a_source_that_no_node_has_is_refused_before_ranks_start() -> None:
         "with / or ~/"
     )
     assert fit(lost, held, config=config).warnings == ()
+
+
+def with_weights(*, hidden_size: int = 256, **data: Any) -> RunConfig:
+    model = {"init_from": "/m", "hidden_size": hidden_size, "vocab_size": 512}
+    return run_config(model=model, data={"format": "text", "paths": ["/a"], **data})
+
+
+def model_folder(*, has_tokenizer: bool, document: dict[str, Any] | None = None, problem: str = "") -> Answer:
+    """A node whose /m holds the model of `with_weights`, or `document`."""
+    config = config_json(with_weights().model, seq_len=1024, window_tokens=None, dtype="float32")
+    told = {"problem": problem, "config": document or (None if problem else config), "has_tokenizer": has_tokenizer}
+    return node(f"{NAME}/model={json.dumps(told)}")
+
+
+@pytest.mark.parametrize(
+    ("config", "folder", "words"),
+    [
+        (with_weights(tokenizer="bytes"), {"has_tokenizer": True}, "data.tokenizer=bytes: the weights of"),
+        (with_weights(hidden_size=128), {"has_tokenizer": False}, "model.init_from=/m holds another model: model.hid"),
+        (with_weights(), {"has_tokenizer": False, "document": {"model_type": "gpt2"}}, "model.init_from: /m/config.js"),
+        (with_weights(), {"has_tokenizer": False, "problem": "Is a directory"}, "/m/config.json cannot be read: Is a"),
+    ],
+)
+def test_first_weights_that_contradict_the_run_are_refused_before_ranks_start(
+    config: RunConfig, folder: dict[str, Any], words: str
+) -> None:
+    (text,) = problems(*[model_folder(**folder)] * 2, config=config, force=True)
+    assert text.startswith(f"n[1-2]: launch.model: {words}")
+
+
+def test_first_weights_of_the_configured_model_fit() -> None:
+    assert fit(model_folder(has_tokenizer=False), config=with_weights(tokenizer="bytes")).warnings == ()
+    assert fit(model_folder(has_tokenizer=True), config=with_weights(tokenizer="/m")).warnings == ()
