@@ -411,8 +411,8 @@ def _source(nodes: Mapping[str, NodeFacts], source: str) -> Iterator[Finding]:
         return
     for node in nodes:
         check = Check(node, "launch.source", "on one node at least a run folder or one of its checkpoints")
-        text = f"train.checkpoint.resume_from={source} holds no checkpoint"
-        yield check.fail(text, "copy it there, or give a path on the nodes that begins with / or ~/")
+        text = f"train.checkpoint.resume_from={source} holds no checkpoints"
+        yield check.fail(text, "copy them there, or name a folder that is there")
 
 
 def launch_group(config: RunConfig, resumed: str | None = None) -> CheckGroup:

@@ -357,9 +357,8 @@ def test_a_source_that_no_node_has_is_refused_before_ranks_start() -> None:
     config = saving_config(resume_from="/old/checkpoints")
     (problem,) = unfit(lost, lost, config=config, force=True)
     assert str(problem) == (
-        "n[1-2]: launch.source: train.checkpoint.resume_from=/old/checkpoints holds no checkpoint, expected on one "
-        "node at least a run folder or one of its checkpoints; copy it there, or give a path on the nodes that begins "
-        "with / or ~/"
+        "n[1-2]: launch.source: train.checkpoint.resume_from=/old/checkpoints holds no checkpoints, expected on one "
+        "node at least a run folder or one of its checkpoints; copy them there, or name a folder that is there"
     )
     assert fit(lost, held, config=config).warnings == ()
 
