@@ -196,6 +196,23 @@ def test_a_class_that_rebuilds_the_tokenizer_is_compared_with(tmp_path: Path, ki
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["set by the tokenizer", "set by the model"])
+def test_a_remedy_for_ambiguous_ids_removes_the_ambiguity(tmp_path: Path, kind: str) -> None:
+    name = "Qwen2Tokenizer" if kind == "set by the tokenizer" else "PreTrainedTokenizerFast"
+    settings = {"tokenizer_class": name, "eos_token": "<|endoftext|>"}
+    more = {"config.json": {"model_type": "qwen2"}} if kind == "set by the model" else {}
+    write(tmp_path, "byte-level", **{"tokenizer_config.json": settings}, **more)
+    with pytest.raises(DataError, match="ambiguous") as refused:
+        load_tokenizer_file(tmp_path, verify=True)
+    if "set tokenizer_class in tokenizer_config.json to PreTrainedTokenizerFast" in str(refused.value):
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert load_tokenizer_file(tmp_path, verify=True).eod_id == 0, str(refused.value)
+
+
+@pytest.mark.thorough
 def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path: Path) -> None:
     model = json.loads(byte_level().to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
