@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
+from engine.runs.figures import count_of
 
 if TYPE_CHECKING:
     from engine.data.chat import ChatTemplate, Spans
@@ -189,7 +190,7 @@ def open_source(config: DataConfig) -> Source:
     else:
         suffixes = suffixes or config.resolved_text_suffixes
         files = list_files(config.paths, suffixes)
-        what = f"{len(files)} {config.format} files"
+        what = count_of(f"{config.format} file", len(files))
         if config.format == "text" and (others := len(list_files(config.paths, ("",))) - len(files)):
             what += f"; {others} more in these folders skipped, whose names do not end as data.text_suffixes has it"
     read = partial(reader, config=config, template=template)

@@ -90,6 +90,12 @@ def test_weights_are_exported(burst, run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen2"
 
 
+def test_a_bar_of_progress_leaves_no_lines_in_a_pipe(burst, run: Path, tmp_path: Path) -> None:
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "out"))
+    lines = done.err.splitlines()
+    assert "" not in lines, f"empty lines on stderr: {lines}"
+
+
 def test_an_exported_model_of_conversations_has_its_chat_template(burst, run: Path, tmp_path: Path) -> None:
     tokenizer = train_bpe(["the quick brown fox"], 270)
     tokenizer.save(tmp_path)

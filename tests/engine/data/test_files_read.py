@@ -39,7 +39,7 @@ def test_a_folder_gives_only_files_with_text_suffixes(mixed: Path) -> None:
 
 
 def test_skipped_files_are_counted(mixed: Path) -> None:
-    assert "1 text files; 2 more in these folders skipped" in opened("text", mixed).description
+    assert "1 text file; 2 more in these folders skipped" in opened("text", mixed).description
 
 
 def test_a_named_file_is_read_whatever_its_suffix(mixed: Path) -> None:
