@@ -96,7 +96,7 @@ class ChatTemplate:
                 blocks = self._learned_blocks(conversation, blocks, owners, place)
             learned = tuple((first, after) for first, after in blocks if first < after)
         else:
-            learned = self._grown(conversation, text, place)
+            learned = self._turn_spans(conversation, text, place)
         if not learned:
             raise self._unusable(place, "renders nothing that the assistant says. Give the assistant a text")
         self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
@@ -193,23 +193,51 @@ class ChatTemplate:
             kept += [block] * learned.pop()
         return kept
 
-    def _grown(self, conversation: Conversation, text: str, place: str) -> Spans:
-        learned = []
+    def _turn_spans(self, conversation: Conversation, text: str, place: str) -> Spans:
+        """Characters [first, after) of each learned turn in `text`, found by rendering up to it and then with it.
+
+        An earlier turn may lack what a template writes only before the content of the last one: Qwen 3 begins the last
+        turn with a <think> block, even an empty one, and none before it.
+        """
+        spans = []
         for index, message in enumerate(conversation.messages):
             if not conversation.learned[index]:
                 continue
-            before = self.render(conversation.until(index), place, prompts=True)
+            prompt = self.render(conversation.until(index), place, prompts=True)
             with_turn = self.render(conversation.until(index + 1), place)
-            if not (with_turn.startswith(before) and text.startswith(with_turn)):
+            first = self._turn_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
+            content, last_turn = _last_text(message), with_turn[len(prompt) :]
+            last_turn = last_turn[: _turn_length(last_turn, content)]
+            length = None if first is None else _length_in(text[first:], last_turn, content)
+            if first is None or length is None:
                 raise self._unusable(
                     place,
                     f"renders earlier messages another way once message {index} is there, so what the assistant says "
                     "cannot be found. Put {% generation %} ... {% endgeneration %} around it in the template",
                 )
-            after = len(before) + _turn_length(with_turn[len(before) :], _last_text(message))
-            if after > len(before):
-                learned.append((len(before), after))
-        return tuple(learned)
+            if length > 0:
+                spans.append((first, first + length))
+        return tuple(spans)
+
+    def _turn_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
+        """The character of `text` where the turn of message `index` begins; None where that is not known.
+
+        prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
+        earlier turns differ or lack a part of the generation prompt (<think>), the turn begins where its content does:
+        right after the generation prompt, or the beginning of that.
+        """
+        if text.startswith(prompt):
+            return len(prompt)
+        (mark,) = _unused_characters(text, 1)
+        marked = conversation.messages[index] | {"content": mark}
+        messages = (*conversation.messages[:index], marked, *conversation.messages[index + 1 :])
+        try:
+            generation_prompt = prompt.removeprefix(self.render(conversation.until(index), ""))
+            before, has_content, _ = self.render(replace(conversation, messages=messages), "").partition(mark)
+        except DataError:  # a template may refuse a content there
+            return None
+        ends = (before.endswith(generation_prompt[:length]) for length in range(1, len(generation_prompt) + 1))
+        return len(before) if has_content and text.startswith(before) and any(ends) else None
 
     def _unusable(self, place: str, why: str) -> DataError:
         return DataError(f"{place}: the chat template {self.name} {why}, or give another data.chat_template.")
@@ -283,6 +311,24 @@ def _turn_length(turn: str, content: str) -> int:
     found = turn.find(said)
     has_mark = found < 0 or turn[found + len(said) :].strip() != ""
     return len(turn.rstrip()) if has_mark else len(turn)
+
+
+def _length_in(rest: str, last_turn: str, content: str) -> int | None:
+    """Characters of the turn that `rest` begins with; None if it begins with another one.
+
+    last_turn: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
+    to the content, or up to some place before that. Only white space may stand in the place of the beginning.
+    """
+    if rest.startswith(last_turn):
+        return len(last_turn)
+    said = content.strip()
+    blanks = len(rest) - len(rest.lstrip())
+    for first in range(1, len(last_turn) + 1 - max(len(said), 1)):
+        if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
+            ending = last_turn[first:]
+            if rest.startswith(ending, blanks) and said in ending:
+                return blanks + len(ending)
+    return None
 
 
 def find_template(config: DataConfig) -> ChatTemplate:
