@@ -73,8 +73,8 @@ class ChatTemplate:
         A template with {% generation %} blocks says itself what the assistant says. Of any other the turns are found
         by rendering: up to a turn with the generation prompt, then with the turn; what was added is the turn. White
         space after the mark that ends a turn is no part of it: a model that writes the mark is done. Raises DataError,
-        which begins with `place`, when the template leaves out a part of the conversation, and when what was rendered
-        does not grow turn by turn.
+        which begins with `place`, when the template leaves out a part of the conversation, and when a turn cannot be
+        found in the text.
         """
         if conversation.tools is not None and self.with_tools is not None:
             return self.with_tools.render_chat(conversation, place)
@@ -88,6 +88,7 @@ class ChatTemplate:
             traced_text = self.render(traced, place, marks=marks[:2])
         except DataError:  # a template may refuse the longer texts
             traced_text = ""
+        learned: Spans | None = None
         if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source):
             blocks = self._blocks(conversation, text, marks, place)
             if not all(conversation.learned[index] for index in _turns(conversation)):
@@ -95,11 +96,12 @@ class ChatTemplate:
                 owners = [{units[tag].message for tag in _tags(block, marks[2])} for block in traced_blocks]
                 blocks = self._learned_blocks(conversation, blocks, owners, place)
             learned = tuple((first, after) for first, after in blocks if first < after)
-        else:
+        if learned != ():
+            self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
+        if learned is None:  # after the check, whose message is the better one
             learned = self._turn_spans(conversation, text, place)
         if not learned:
             raise self._unusable(place, "renders nothing that the assistant says. Give the assistant a text")
-        self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
         return text, learned
 
     def render(
@@ -154,8 +156,25 @@ class ChatTemplate:
                 is_lost = self.render(unit.removed_from(conversation), place) == text
             except DataError:  # the template asks for it, so it reads it
                 continue
+            if is_lost and self._keeps_at_end(conversation, unit, place):
+                what = "reasoning" if unit.is_beginning else unit.key
+                raise self._unusable(
+                    place,
+                    f"leaves out {unit}, so it would be lost, but keeps it in a row that ends with that message. Write "
+                    f"a row for each answer, in which the answers before it have weight 0 and no {what}",
+                )
             if is_lost:
                 raise self._unusable(place, f"leaves out {unit}, so it would be lost. Remove it from the row")
+
+    def _keeps_at_end(self, conversation: Conversation, unit: Unit, place: str) -> bool:
+        """Whether this part of an assistant's message would reach the text if the conversation ended with it."""
+        if unit.message not in _turns(conversation)[:-1]:
+            return False
+        part = conversation.until(unit.message + 1)
+        try:
+            return self.render(unit.removed_from(part), place) != self.render(part, place)
+        except DataError:  # a template may refuse such a conversation
+            return False
 
     def _blocks(self, conversation: Conversation, text: str, marks: Sequence[str], place: str) -> list[tuple[int, int]]:
         """Characters [first, after) of each generation block, ascending."""

@@ -170,16 +170,19 @@ def _table(row: Mapping[str, Any], key: str, place: str) -> Any:
 class Unit:
     """A part of a conversation that must reach the text: the value under `key`, or the item `nth` of that list.
 
-    message: index of its message; None for tools and documents, which belong to the row.
+    message: index of its message; None for tools and documents, which belong to the row. is_beginning: of that content
+    only its first character, as templates cut the reasoning off that a content begins with.
     """
 
     message: int | None
     key: str
     nth: int | None = None
+    is_beginning: bool = False
 
     def __str__(self) -> str:
         item = "" if self.nth is None else f"[{self.nth}]"
-        return f"{self.key}{item} of " + ("the row" if self.message is None else f"message {self.message}")
+        part = "the beginning of " if self.is_beginning else ""
+        return f"{part}{self.key}{item} of " + ("the row" if self.message is None else f"message {self.message}")
 
     def removed_from(self, conversation: Conversation) -> Conversation:
         """The conversation without it."""
@@ -191,25 +194,32 @@ class Unit:
         return replace(conversation, messages=messages)
 
     def _rest(self, value: Any) -> Any:
+        if self.is_beginning and self.nth is not None:
+            return [*value[: self.nth], _without_beginning(value[self.nth]), *value[self.nth + 1 :]]
+        if self.is_beginning:
+            return _without_beginning(value)
         return None if self.nth is None else (value[: self.nth] + value[self.nth + 1 :]) or None
 
 
 def trace(conversation: Conversation, tag: str) -> tuple[Conversation, list[Unit]]:
     """(the conversation with `tag`, the number of the unit and `tag` after every string of a unit, its units).
 
-    Rendered, it shows which of the units reach the text, and where.
+    Those of a beginning are before it. Rendered, the conversation shows which of the units reach the text, and where.
     """
     units: list[Unit] = []
 
+    def traced_unit(value: Any, unit: Unit) -> Any:
+        units.append(unit)
+        tagged = _tagged(value, f"{tag}{len(units) - 1}{tag}")
+        if unit.key != "content" or len(_text_of(value).strip()) < 2:
+            return tagged
+        units.append(replace(unit, is_beginning=True))
+        return _with_text(tagged, f"{tag}{len(units) - 1}{tag}{_text_of(tagged)}")
+
     def traced(value: Any, message: int | None, key: str) -> Any:
         if not isinstance(value, list | tuple):
-            units.append(Unit(message, key))
-            return _tagged(value, f"{tag}{len(units) - 1}{tag}")
-        copies = []
-        for nth, item in enumerate(value):
-            units.append(Unit(message, key, nth))
-            copies.append(_tagged(item, f"{tag}{len(units) - 1}{tag}"))
-        return type(value)(copies)
+            return traced_unit(value, Unit(message, key))
+        return type(value)([traced_unit(item, Unit(message, key, nth)) for nth, item in enumerate(value)])
 
     messages = tuple(
         {key: traced(value, index, key) if _must_be_rendered(message, key) else value for key, value in message.items()}
@@ -220,6 +230,19 @@ def trace(conversation: Conversation, tag: str) -> tuple[Conversation, list[Unit
         for key, table in (("tools", conversation.tools), ("documents", conversation.documents))
     }
     return replace(conversation, messages=messages, **tables), units
+
+
+def _text_of(content: Any) -> str:
+    """The text of a content, or of a part of one."""
+    return content if isinstance(content, str) else content["text"]
+
+
+def _with_text(content: Any, text: str) -> Any:
+    return text if isinstance(content, str) else {**content, "text": text}
+
+
+def _without_beginning(content: Any) -> Any:
+    return _with_text(content, _text_of(content).lstrip()[1:])
 
 
 def _must_be_rendered(message: Message, key: str) -> bool:

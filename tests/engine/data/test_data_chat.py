@@ -105,11 +105,14 @@ def test_turns_are_what_was_said_and_its_end_whatever_was_said(contents: list[st
     assert learned_texts(ChatTemplate("t", CHATML_MARKED), messages) == [f"{text}<|im_end|>" for text in contents]
 
 
+QWEN3_TEMPLATES = [ChatTemplate("t", source) for source in (QWEN3, QWEN3_MARKED)]  # compiled once
+
+
 @given(contents=st.lists(PARTS, min_size=1, max_size=4))
 @quick
 def test_turns_of_a_template_that_writes_the_last_one_otherwise_are_those_that_blocks_mark(contents: list[str]) -> None:
     row = conversation([message for text in contents for message in talk("user: a", f"assistant: {text}")])
-    plain, marked = (ChatTemplate("t", source).render_chat(row, "") for source in (QWEN3, QWEN3_MARKED))
+    plain, marked = (template.render_chat(row, "") for template in QWEN3_TEMPLATES)
     assert plain == marked
 
 
@@ -285,6 +288,14 @@ def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: obje
 WEAK = CHATML.replace("message['content']", "(message['content'] or message.tool_calls[0].function.name)")
 
 
+THOUGHT = "<think>\nhm\n</think>\n\n"
+# Reasoning is cut off every content, as by DeepSeek V3.1.
+CUTS = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+CUTS_PARTS = CUTS.replace(
+    "message['content']", "(message.content if message.content is string else message.content[0].text)"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "row", "text"),
     [
@@ -302,6 +313,27 @@ WEAK = CHATML.replace("message['content']", "(message['content'] or message.tool
             {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "mask": True}]},
             "out mask of m",
         ),
+        (
+            QWEN3,
+            {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "thinking": "b"}, *QUESTION]},
+            "out thinking of message 1, .* keeps it in a row that ends .* before it have weight 0 and no thinking, or",
+        ),
+        (
+            QWEN3,
+            {"messages": [*talk("user: x", f"assistant: {THOUGHT}a"), *QUESTION]},
+            "out the beginning of content of message 1, .* row for each answer, .* weight 0 and no reasoning, or",
+        ),
+        (CUTS, {"messages": talk("user: x", f"assistant: {THOUGHT}a")}, "out the beginning of content of m.* Remove"),
+        (
+            CUTS_PARTS,
+            {
+                "messages": [
+                    *talk("user: x"),
+                    {"role": "assistant", "content": [{"type": "text", "text": THOUGHT + "a"}]},
+                ]
+            },
+            r"out the beginning of content\[0\] of message 1",
+        ),
         (CHATML, {"messages": CONVERSATIONS[0], "chat_template_kwargs": {"day": 1}}, "has no variable 'day'"),
         (CHATML + "{{ day }}", {"messages": CONVERSATIONS[0], "day": "x"}, "reads 'day', which the row has beside"),
         ("chatml", {"messages": CALLS}, "no form for tool_calls of message 1"),
@@ -313,6 +345,12 @@ def test_what_a_template_leaves_out_refuses_the_row_by_name(tmp_path: Path, sour
     template = "chatml" if source == "chatml" else str(tmp_path / "mine.jinja")
     with pytest.raises(DataError, match=rf"records\.jsonl:1: .*{text}"):
         prepare(record_corpus(tmp_path, [row], messages_field="messages", chat_template=template))
+
+
+def test_a_row_for_each_answer_has_its_reasoning() -> None:
+    first, last = talk("assistant: a")[0], talk("assistant: b")[0] | {"reasoning_content": "hm"}
+    row = [*talk("user: x"), first | {"weight": 0}, *talk("user: y"), last]
+    assert learned_texts(ChatTemplate("t", QWEN3), row) == [f"{THOUGHT}b<|im_end|>"]
 
 
 def test_chatml_joins_the_parts_of_a_content() -> None:
