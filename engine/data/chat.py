@@ -31,6 +31,7 @@ from engine.runs.files import hash_json
 
 CHATML = "chatml"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_EDGE = 32  # characters by which the end of a message is known again
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
@@ -243,7 +244,7 @@ class ChatTemplate:
 
         prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
         earlier turns differ or lack a part of the generation prompt (<think>), the turn begins where its content does:
-        right after the generation prompt, or the beginning of that.
+        right after what ends the message before it and the generation prompt, or the beginning of that.
         """
         if text.startswith(prompt):
             return len(prompt)
@@ -251,12 +252,14 @@ class ChatTemplate:
         marked = conversation.messages[index] | {"content": mark}
         messages = (*conversation.messages[:index], marked, *conversation.messages[index + 1 :])
         try:
-            generation_prompt = prompt.removeprefix(self.render(conversation.until(index), ""))
+            earlier = self.render(conversation.until(index), "")
             before, has_content, _ = self.render(replace(conversation, messages=messages), "").partition(mark)
         except DataError:  # a template may refuse a content there
             return None
-        ends = (before.endswith(generation_prompt[:length]) for length in range(1, len(generation_prompt) + 1))
-        return len(before) if has_content and text.startswith(before) and any(ends) else None
+        edge = max(len(earlier) - _EDGE, 0)
+        ends = (before.endswith(prompt[edge:end]) for end in range(len(earlier) + 1, len(prompt) + 1))
+        is_known = has_content and text.startswith(before) and prompt.startswith(earlier)
+        return len(before) if is_known and any(ends) else None
 
     def _unusable(self, place: str, why: str) -> DataError:
         return DataError(f"{place}: the chat template {self.name} {why}, or give another data.chat_template.")
