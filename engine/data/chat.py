@@ -345,7 +345,7 @@ def _length_in(rest: str, last_turn: str, content: str) -> int | None:
         return len(last_turn)
     said = content.strip()
     blanks = len(rest) - len(rest.lstrip())
-    for first in range(1, len(last_turn) + 1 - max(len(said), 1)):
+    for first in range(len(last_turn) + 1 - max(len(said), 1)):
         if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
             ending = last_turn[first:]
             if rest.startswith(ending, blanks) and said in ending:

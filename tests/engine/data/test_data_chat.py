@@ -218,6 +218,12 @@ CALLED = '<tool_call>\n{"name": "get_w", "arguments": {"city": "Xanadu"}}\n</too
             {},
             [" \n\n\n\nb<|im_end|>", NO_THOUGHT + "no<|im_end|>"],
         ),
+        (
+            QWEN3,
+            [*talk("user: a", "assistant: \n|>"), *QUESTION],
+            {"enable_thinking": False},
+            ["\n|><|im_end|>", "no<|im_end|>"],
+        ),
         (QWEN3, [*CALLS, *QUESTION], {}, [CALLED, "twelve<|im_end|>", NO_THOUGHT + "no<|im_end|>"]),
         (
             QWEN3,
