@@ -26,7 +26,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.conversations import Conversation, Message, Unit, as_transformers_passes, trace
-from engine.pretrained.folder import MORE_TEMPLATES_FOLDER, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, open_tokenizer
+from engine.pretrained.folder import (
+    MORE_TEMPLATES_FOLDER,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TokenizerFiles,
+    open_tokenizer,
+)
 from engine.runs.files import hash_json
 
 CHATML = "chatml"
@@ -126,6 +132,11 @@ class ChatTemplate:
         except Exception as error:  # somebody else's program: anything may go wrong in it
             why = f"cannot render these messages: {_said(error)}. Mend the line or the template"
             raise self._unusable(place, why) from None
+
+    def check_syntax(self) -> None:
+        """Raises DataError, with file and line, for a template that is not valid Jinja."""
+        for template in filter(None, (self, self.with_tools)):
+            _ = template._compiled
 
     def _check_variables(self, conversation: Conversation, place: str) -> None:
         """Raises DataError for settings of the template that it does not read, and for those that do not reach it."""
@@ -362,17 +373,25 @@ def find_template(config: DataConfig) -> ChatTemplate:
         return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)
     if config.chat_template is not None:
         return _template_file(Path(config.chat_template).expanduser().absolute(), tokens)
+    if files is not None and (found := folder_template(files)) is not None:
+        return found
     sources = {} if files is None else files.chat_templates
-    if "default" in sources:
-        named = {name: ChatTemplate(source.place, source.text, tokens) for name, source in sources.items()}
-        # The name by which transformers, too, finds the template of conversations with tools.
-        return replace(named["default"], with_tools=named.get("tool_use"))
     others = f"; it has others: {', '.join(sources)}" if sources else ""
     raise DataError(
         f"data.messages_field needs a chat template, but data.tokenizer={config.tokenizer} has none beside it (looked "
         f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}{others}). Set data.chat_template to "
         f"{CHATML} or to a .jinja file, such as one of {MORE_TEMPLATES_FOLDER}."
     )
+
+
+def folder_template(files: TokenizerFiles) -> ChatTemplate | None:
+    """The template of a tokenizer's folder, None where it has no default one. Raises DataError for unreadable files."""
+    named = {
+        name: ChatTemplate(source.place, source.text, files.special_tokens)
+        for name, source in files.chat_templates.items()
+    }
+    # The name by which transformers, too, finds the template of conversations with tools.
+    return replace(named["default"], with_tools=named.get("tool_use")) if "default" in named else None
 
 
 def _template_file(path: Path, tokens: Mapping[str, str]) -> ChatTemplate:
