@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
-import json
 import math
 import os
 import sysconfig
@@ -23,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
+from engine.data.conversations import parse_json, read_conversation
 from engine.runs.figures import count_of
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
                 continue
             place = f"{path}:{number}"
             try:
-                record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+                record = parse_json(line.decode("utf-8-sig").rstrip("\r\n"))
                 if not isinstance(record, dict):
                     raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
                 pieces = _record_pieces(record, place, config, template)
@@ -367,8 +367,6 @@ def _record_pieces(
     record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
 ) -> list[Piece]:
     if template is not None:
-        from engine.data.conversations import read_conversation
-
         conversation = read_conversation(record, _field(record, place, config, "messages_field", list), place)
         return [*split_text(*template.render_chat(conversation, place))]
     text = _field(record, place, config, "text_field")

@@ -50,6 +50,22 @@ def test_suffixes_can_be_chosen(mixed: Path) -> None:
     assert texts(opened("text", mixed, text_suffixes=(".odd",))) == ["odd"]
 
 
+@pytest.mark.parametrize(
+    "row",
+    ['{"text": "a", "text": "b"}', '{"text": "a", "meta": [{"k": 1, "j": 2, "k": 1}]}'],
+    ids=["row", "object inside"],
+)
+def test_a_key_given_twice_in_a_row_is_refused(tmp_path: Path, row: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + row + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*the key '(text|k)' is given twice"):
+        texts(opened("jsonl", tmp_path))
+
+
+def test_a_row_with_a_key_twice_is_left_out_by_on_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "a", "text": "b"}\n')
+    assert texts(opened("jsonl", tmp_path, on_bad_row="skip")) == ["x"]
+
+
 def test_bad_places_of_all_files_are_listed_together(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{bad\n{"other": 1}\n')
     (tmp_path / "b.jsonl").write_text('{"text": 5}\n')
