@@ -109,6 +109,11 @@ def _bad_mark(owner: str, why: str) -> DataError:
 
 
 def _check_message(message: Any, place: str) -> None:
+    if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+        raise DataError(
+            f"{place} is {message!r:.80}, in the form of ShareGPT; expected the keys role and content. Convert it: "
+            "from becomes role (human: user, gpt: assistant; system and tool stay), value becomes content."
+        )
     if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message["role"]):
         raise DataError(
             f"{place} is {message!r:.80}; expected an object with a role and a content. Mend the line or leave it out."

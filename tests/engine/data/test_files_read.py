@@ -155,3 +155,10 @@ def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_text(CHATS.splitlines()[2] + "\n")
     with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the model's own template"):
         texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
+
+
+def test_a_row_in_the_form_of_sharegpt_says_how_to_convert_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"conversations": [{"from": "human", "value": "hi"}]}\n')
+    source = opened("jsonl", tmp_path, messages_field="conversations", chat_template="chatml")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: message 0 .*ShareGPT.*becomes role \(human: user"):
+        texts(source)
