@@ -20,6 +20,7 @@ from engine.data.chat import folder_template
 from engine.data.tokenizers import tokenizer_of
 from engine.pretrained.folder import TokenizerFiles, find_tokenizer
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, weight_files
+from engine.pretrained.resolve import version_note
 from engine.pretrained.shape import Pretrained, read_pretrained
 from engine.runs.files import replace_file
 
@@ -134,6 +135,8 @@ def _notes(folder: Path, pretrained: Pretrained, tokenizer: TokenizerFiles | Non
         if tokenizer is None
         else f"its tokenizer: data.tokenizer={folder}"
     )
+    if tokenizer is not None and (note := version_note(tokenizer)) is not None:
+        notes.append(note)
     if pretrained.window_tokens is not None:
         notes.append(f"its window: attention.mask=window attention.window_tokens={pretrained.window_tokens}")
     notes.append(

@@ -48,6 +48,22 @@ def resolve_tokenizer(files: TokenizerFiles, *, verify: bool = False) -> Resolve
     return ResolvedTokenizer(inner, files.special_tokens)
 
 
+def version_note(files: TokenizerFiles) -> str | None:
+    """That the ids are those of transformers 5, where a tokenizer.json as written, which version 4 reads, gives others.
+
+    Compared over `PROBE_TEXTS`. Raises DataError as `resolve_tokenizer`.
+    """
+    if files.class_name != "LlamaTokenizer" or not files.file.is_file():
+        return None
+    written = _from_file(files)
+    if _ids(written, PROBE_TEXTS) == _ids(_rebuilt(written, files), PROBE_TEXTS):
+        return None
+    return (
+        "its ids are those of transformers 5, which rebuilds this tokenizer (LlamaTokenizer); transformers 4 takes "
+        f"{files.file.name} as it is written and gives some texts other ids, such as those that begin with a blank"
+    )
+
+
 def ids_of_probe(inner: Any) -> list[list[int]]:
     """Ids of `PROBE_TEXTS` and of every special token between words, special tokens found in text."""
     special = sorted(token.content for token in inner.get_added_tokens_decoder().values() if token.special)
