@@ -20,7 +20,7 @@ from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.ring import Gradients, Inputs, NoiseTransport, RingCase, RingRank, run_together
 from benchmarks.gpu.tiles import BACKWARD_OVER_FORWARD, device_inputs, forward_flops
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import settle_kernel
+from engine.attention.kernels import select_kernel
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.bench.measure import Timing
@@ -155,7 +155,7 @@ def _case(
     preset: str, nodes: int, ranks: int, block: int, heads: Sequence[int], head_dim: int, device: torch.device
 ) -> tuple[RingCase, TileKernel]:
     shape = HeadShape(heads[0], heads[1], head_dim)
-    kernel = settle_kernel("auto", device, torch.bfloat16, head_dim).kernel
+    kernel = select_kernel("auto", device, torch.bfloat16, head_dim).kernel
     return RingCase(preset, ranks, nodes, block, shape), kernel  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-from engine.planning.memory.auto import settle_memory
+from engine.planning.memory.auto import resolve_memory
 from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import Hardware, Predict, capacity_of
@@ -115,7 +115,7 @@ class Policy:
 
 
 def plan(sizes: StepSizes, device: str) -> Part:
-    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `settled`."""
+    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `resolved`."""
     measurements = []
     for layers, seq_len in sizes.points:
         measurements.append(_measurement(sizes, layers, run_config(sizes.model, seq_len, device)))
@@ -148,7 +148,7 @@ def _measurement(sizes: StepSizes, layers: int, whole: RunConfig) -> Measurement
     )
 
 
-def settled(measurement: Measurement, policy: Policy) -> Measurement:
+def resolved(measurement: Measurement, policy: Policy) -> Measurement:
     """The measurement under the policy of the whole model."""
     settings = measurement.settings
     about = settings["about"] | {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
@@ -188,7 +188,7 @@ def choose_policy(whole: RunConfig, device_name: str, predict: Predict, hardware
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity, predict)
+            choice = resolve_memory(config, ALONE, capacity, predict)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.checks import skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import KERNELS, settle_kernel
+from engine.attention.kernels import KERNELS, select_kernel
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.bench.attention import global_inputs
 from engine.bench.spec import HeadShape
@@ -45,7 +45,7 @@ def kernel_reasons(device: torch.device, head_dim: int) -> dict[str, str | None]
     reasons: dict[str, str | None] = {}
     for name in KERNELS:
         try:
-            settle_kernel(name, device, torch.bfloat16, head_dim)
+            select_kernel(name, device, torch.bfloat16, head_dim)
             reasons[name] = None
         except ConfigError as error:
             reasons[name] = " ".join(str(error).split())
@@ -96,7 +96,7 @@ def measure(
     device: torch.device, kernel: str, mask: str, seq_len: int, heads: Sequence[int], head_dim: int
 ) -> list[Row]:
     """One row."""
-    chosen = settle_kernel(kernel, device, torch.bfloat16, head_dim).kernel  # type: ignore[arg-type]
+    chosen = select_kernel(kernel, device, torch.bfloat16, head_dim).kernel  # type: ignore[arg-type]
     shape = HeadShape(heads[0], heads[1], head_dim)
     q, k, v, dout = device_inputs(shape, seq_len, device)
     return [_measure_band(chosen, mask, (q, k, v, dout), device)]

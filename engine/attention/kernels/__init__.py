@@ -9,10 +9,10 @@ from engine.attention.kernels.choice import KERNELS, KernelChoice, choose
 from engine.attention.kernels.trial import trial_problem
 from engine.config.settings import KernelName
 
-__all__ = ["KERNELS", "KernelChoice", "TileKernel", "settle_kernel"]
+__all__ = ["KERNELS", "KernelChoice", "TileKernel", "select_kernel"]
 
 
-def settle_kernel(
+def select_kernel(
     name: KernelName,
     device: torch.device,
     dtype: torch.dtype,

@@ -42,7 +42,7 @@ def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list
     return [[range(int(edges[c]), int(edges[c + 1])) for c in row] for row in np.sort(assignment, axis=1).tolist()]
 
 
-def member_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
+def ring_rank_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
     """Visible pairs of the queries that every rank of the layout holds, exactly."""
     return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
 

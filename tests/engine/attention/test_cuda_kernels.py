@@ -26,7 +26,7 @@ from engine.attention.merge import backward_stats
 from engine.planning.schedule.plan import Tile, View
 from engine.planning.sequence.mask import UNBOUNDED, Band, normalise
 
-ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
+ANY = View(0, 0, 1)  # of which slot and rows an operand is was resolved when its fields were cut
 
 
 def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:

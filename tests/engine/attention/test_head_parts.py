@@ -13,7 +13,7 @@ from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.planning.sequence.mask import Band, Mask
-from engine.row_blocks import Rehearsal, rehearse
+from engine.row_blocks import FakeRun, rehearse
 
 ROWS, HEADS, HEAD_DIM = 24, 12, 8
 
@@ -76,6 +76,6 @@ def test_gradients_of_a_kv_head_that_parts_share_are_summed_in_fp32() -> None:
 def test_a_rehearsal_runs_the_first_two_parts_and_the_last() -> None:
     inputs, mask = random_inputs(ROWS, HEADS, 4, HEAD_DIM), Mask(ROWS)
     kernel = LimitedKernel(ReferenceKernel(), ROWS * HEAD_DIM)
-    with rehearse(Rehearsal()):
+    with rehearse(FakeRun()):
         build_group(ring_method(1), mask, kernel).run(inputs)
     assert len(kernel.calls) == 2 * 3

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.kernels import settle_kernel
+from engine.attention.kernels import select_kernel
 from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel, TileResult
 from engine.attention.kernels.choice import KERNELS, KernelChoice, choose, preference, problem_of
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
@@ -140,7 +140,7 @@ def test_documents_do_not_get_a_kernel_that_plans_every_shape_unless_it_is_named
 
 def test_a_cuda_kernel_on_cpu_is_refused_with_the_legal_names() -> None:
     with pytest.raises(ConfigError, match=r"runs on cuda only.*legal here: reference, cpu_flash"):
-        settle_kernel("aten_cudnn", torch.device("cpu"), BF16, 64)
+        select_kernel("aten_cudnn", torch.device("cpu"), BF16, 64)
 
 
 class Crashing(CpuFlashKernel):

@@ -13,7 +13,7 @@ from engine.memory.store import DeviceStore
 from engine.model.checkpointed import apply_policies
 from engine.model.dropout import Dropout, row_keys
 from engine.model.init import init_weights
-from engine.model.layer_call import LayerManner
+from engine.model.layer_call import LayerExecution
 from engine.model.llama import LlamaModel
 from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.presets import AttentionMethod
@@ -42,7 +42,7 @@ def loss_and_gradients(device: str, tile_tokens: int | None, dropout: float) -> 
     model = LlamaModel(MODEL, LossConfig(chunk_tokens=7, z_loss=0.01)).to(device, torch.float64)
     init_weights(model, 0)
     if tile_tokens is not None:
-        manner = LayerManner(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
+        manner = LayerExecution(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
         apply_policies(model, [manner] * MODEL.num_layers)
     group = AttentionGroup(0, Topology(1, 1), DistributedTransport({}, (0,), Topology(1, 1), 0), ReferenceKernel())
     context = build_context(group, [LayerAttention(Mask(TOKENS), METHOD)], TOKENS)

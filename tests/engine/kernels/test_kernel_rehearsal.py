@@ -15,7 +15,7 @@ from engine.loss.fused import linear_cross_entropy
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
-from engine.row_blocks import Rehearsal, rehearse
+from engine.row_blocks import FakeRun, rehearse
 
 ROWS, WIDTH, VOCAB, CHUNK = 600, 256, 2000, 250
 BYTES = 2 * ROWS * WIDTH  # of a bf16 tensor
@@ -55,7 +55,7 @@ def test_a_rehearsal_of_a_gpu_takes_results_and_no_wide_temporaries(name: str) -
     function, inputs, results, expected = CASES[name]
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        rehearse(Rehearsal(as_accelerator=True)),
+        rehearse(FakeRun(as_accelerator=True)),
         LiveTensorTracker() as tracker,
     ):
         leaves = [torch.empty_like(x).requires_grad_() for x in inputs]

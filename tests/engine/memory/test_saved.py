@@ -19,7 +19,7 @@ from engine.attention.streams import NoStreams
 from engine.config.settings import ModelConfig
 from engine.memory.host import HostPool, host_empty
 from engine.memory.saved import offloaded
-from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
+from engine.memory.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import TransformerBlock
 
@@ -37,9 +37,9 @@ class CountingStore:
         self.inner = inner or host_store(CPU)
         self.sizes: list[int] = []
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         self.sizes += [tensor.numel() for tensor in tensors]
-        return self.inner.keep(tensors)
+        return self.inner.save(tensors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
