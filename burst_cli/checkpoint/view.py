@@ -171,9 +171,9 @@ def _none_whole(run: RunFolder, answer: NodeCheckpoints, step: int | None) -> st
 
 @contextlib.contextmanager
 def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of so many bytes on `console` while it is needed; gives what it is told of more bytes."""
+    """A bar of `total` bytes, drawn where `console` is a terminal; gives a function that advances it by some bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total)
         yield lambda size: progress.advance(task, size)
 

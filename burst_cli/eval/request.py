@@ -81,7 +81,7 @@ def weights_of(run: RunFolder, step: int | None) -> str:
         return str(checkpoint_of_step(run, step).path.absolute())
     if not list_checkpoints(root):
         raise CheckpointError(
-            f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "
+            f"run {run.run_id} has no checkpoint under {root}, so there are no weights to take; name a run that "
             "was launched with train.checkpoint.at_end=true"
         )
     return str(root.absolute())

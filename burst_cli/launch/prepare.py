@@ -14,7 +14,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.compose import compose
-from burst_cli.launch.sources import check_room, check_source, with_source_paths
+from burst_cli.launch.sources import check_room, check_source, quote_source, with_source_path
 from burst_cli.options import LaunchRequest, select_nodes
 from burst_cli.plan.memory_check import (
     MEMORY_PLAN_FILE,
@@ -59,11 +59,14 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
-    nodes, overrides = None, with_source_paths(request.overrides, request.runs_dir)
+    nodes, overrides = None, quote_source(request.overrides)
     if request.names_nodes:  # in their order; the record of a run says which they were
         nodes = select_nodes(RunConfig(), hosts=request.hosts, hostfile=request.hostfile).names
         overrides = (*overrides, f"cluster.nodes='{fold_nodes(nodes)}'")
     composed = compose(overrides, request.config_dirs, request.base)
+    resolved = with_source_path(overrides, composed, request.runs_dir)
+    if resolved != overrides:
+        composed = compose(resolved, request.config_dirs, request.base)
     _check_continuation(composed.config)
     given = request.run_path
     run_path = new_run_path(request.runs_dir, composed.config.exp) if given is None else given.absolute()
@@ -75,7 +78,9 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     if runner.is_here and not request.dry_run:
         check_source(composed.config)
         room = check_room(composed.config, run_path, force=request.force)
-    asked = Asked(nodes, request.overrides, request.force, request.dry_run, health, render.stderr().status)
+    resumed = given.name if given is not None and request.base is not None else None
+    typed, busy = request.overrides, render.stderr().status
+    asked = Asked(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
     survey = runner.survey(composed.config, asked)
     planner = MemoryPlanner(survey.hardware)
     memory = _settled_memory(survey.plan(survey.config, run_path).config, planner, force=request.force)

@@ -43,7 +43,7 @@ class Asked:
     """What was typed beside the configuration.
 
     nodes: in the order of their ranks; None: those of cluster.nodes. health: that of the machines is looked at. busy:
-    shows what is waited for. module: what every rank runs.
+    shows what is waited for. module: what every rank runs. resumed: id of the run, if it has begun.
     """
 
     nodes: tuple[str, ...] | None = None
@@ -53,6 +53,7 @@ class Asked:
     health: bool = False
     busy: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
     module: str = "engine.train"
+    resumed: str | None = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class SshRunner(Runner):
         archive, place = build_archive(), code_place(config.cluster, hosts[0].user)
         code = code_path(place.root, archive.code_id)
         with asked.busy(f"asking {len(hosts)} nodes"):
-            fit = check_launch(hosts, config, health=asked.health, force=asked.force)
+            fit = check_launch(hosts, config, health=asked.health, force=asked.force, resumed=asked.resumed)
         nodes = tuple(map(read_node, fit.nodes))
 
         def prepare(plan: LaunchPlan) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
+
+if TYPE_CHECKING:
+    from engine.pretrained.shape import Pretrained
 
 _WEIGHT_TOLERANCE = 1e-6  # of a sum: what 0.1 + 0.2 + 0.7 may lack
 
@@ -199,11 +203,13 @@ def _other_tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
-    """Ranks on other machines start in a folder of their own, so no path can be meant from here."""
+    """Ranks on other machines start in a folder of their own, so no path can be meant from here.
+
+    What train.checkpoint.resume_from names may be a run, of which a launch finds the path.
+    """
     settings = config.train.checkpoint
     named = {
         "train.checkpoint.folder": settings.folder,
-        "train.checkpoint.resume_from": settings.resume_from,
         "model.init_from": config.model.init_from,
         **{f"data.mix_paths[{index}]": path for index, path in enumerate(config.data.mix_paths)},
     }
@@ -215,7 +221,7 @@ def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
     from engine.data.agreement import tokenizer_problem
     from engine.pretrained.names import check_tied_head, weight_files
-    from engine.pretrained.shape import differences, read_pretrained
+    from engine.pretrained.shape import read_pretrained
 
     try:
         pretrained = read_pretrained(folder)
@@ -226,6 +232,36 @@ def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
     except (ConfigError, DataError) as error:
         yield f"model.init_from: {error}"
         return
+    yield from _other_model(config, pretrained, folder)
+
+
+def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokenizer: bool) -> Iterator[str]:
+    """What contradicts this run in the folder model.init_from of another machine; its weights and the ids of its
+    tokenizer are compared by the ranks.
+
+    Args:
+        config: of the run; it names a folder.
+        document: config.json of the folder.
+        has_tokenizer: whether it has files of a tokenizer.
+    """
+    from engine.data.agreement import bytes_problem
+    from engine.pretrained.folder import ModelFolder
+    from engine.pretrained.shape import pretrained_of
+
+    folder = Path(str(config.model.init_from))
+    if has_tokenizer and (problem := bytes_problem(config, folder)):
+        yield problem
+    try:
+        pretrained = pretrained_of(ModelFolder(folder, document, {}, None))
+    except ConfigError as error:
+        yield f"model.init_from: {error}"
+        return
+    yield from _other_model(config, pretrained, folder)
+
+
+def _other_model(config: RunConfig, pretrained: Pretrained, folder: Path) -> Iterator[str]:
+    from engine.pretrained.shape import differences
+
     if found := differences(config.model, pretrained.model):
         yield (
             f"model.init_from={folder} holds another model: {'; '.join(found)}. `burst model {folder}` shows its shape"

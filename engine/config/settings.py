@@ -264,7 +264,8 @@ class CheckpointConfig:
         None, "where checkpoints lie, by run id; null: in cluster.shared_folder, else in the run folder"
     )
     resume_from: str | None = setting(
-        None, "a run or one of its checkpoints to go on from, whatever its ranks and method were"
+        None,
+        "RUN, or the path of a run or of one of its checkpoints, to go on from, whatever its ranks and method were",
     )
 
     @property

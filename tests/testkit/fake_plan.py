@@ -55,6 +55,10 @@ OFFER = Offer(
     port=(23456, ""),
     locks={},
     data=(),
+    checkpoint_room=(100 << 30, ""),
+    checkpoint_disk="",
+    has_source=None,
+    model=None,
 )
 
 

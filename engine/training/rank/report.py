@@ -1,12 +1,16 @@
 """What a rank tells the outside while it runs, even while it hangs: its place, its stacks, its collectives.
 
     logs/<node>/rank<NNNN>.status.json   {rank, pid, node, step, phase, micro_step, advances, ended}, replaced
-    logs/<node>/rank<NNNN>.stacks        on SIGUSR1 faulthandler appends the stacks of all threads; written by a signal
-                                         handler in C, so also while something holds the interpreter
-    logs/<node>/rank<NNNN>.flight.json   answer to logs/<node>/flight.request, whose content is a nonce
+    logs/<node>/rank<NNNN>.stacks        the stacks of all threads, appended by faulthandler: on request by a thread of
+                                         the rank; on SIGUSR1 by a signal handler in C, so also while something holds
+                                         the interpreter
+    logs/<node>/rank<NNNN>.flight.json   the answer to a request, written after the stacks
+    logs/<node>/flight.request           the request, whose content is a nonce
 
 SIGUSR1 kills a process that does not listen: only a .stacks file whose first line names the process's pid says that it
-does. Nothing here may end a rank: a full disk or a missing folder costs the report, not the run. Standard library only.
+does. It is for a rank that does not answer the request: a signal handler reads the frames of threads that run
+meanwhile, which crashes a process about once in 4,000 dumps. Nothing here may end a rank: a full disk or a missing
+folder costs the report, not the run. Standard library only.
 """
 
 from __future__ import annotations
@@ -92,9 +96,10 @@ class RankReport:
         self._file, self._flight = log.with_suffix(".status.json"), log.with_suffix(".flight.json")
         self._request = log.with_name(REQUEST_NAME)
         self._stop = threading.Event()
+        self._stacks: int | None = None
         with contextlib.suppress(OSError):
             log.parent.mkdir(parents=True, exist_ok=True)
-            _listen_for_stacks(log.with_suffix(".stacks"), f"# rank {who['rank']}, pid {who['pid']}\n")
+            self._stacks = _listen_for_stacks(log.with_suffix(".stacks"), f"# rank {who['rank']}, pid {who['pid']}\n")
         with contextlib.suppress(OSError):
             self._flight.unlink(missing_ok=True)  # of an earlier attempt
         self._answered = _read_nonce(self._request)
@@ -119,6 +124,9 @@ class RankReport:
             nonce = _read_nonce(self._request)
             if nonce is not None and nonce != self._answered:
                 self._answered = nonce
+                if self._stacks is not None:
+                    # This thread holds the GIL meanwhile, so no frame changes while it is read.
+                    faulthandler.dump_traceback(self._stacks, all_threads=True)
                 _replace(self._flight, {"nonce": nonce, **self._who, **self._record()})
 
     def _write(self) -> None:
@@ -133,11 +141,12 @@ class RankReport:
             return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _listen_for_stacks(path: Path, first_line: str) -> None:
-    """From now on SIGUSR1 writes into the .stacks file, which stays open as long as the process lives."""
+def _listen_for_stacks(path: Path, first_line: str) -> int:
+    """The descriptor of the .stacks file, into which SIGUSR1 writes, too; open as long as the process lives."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
     os.write(descriptor, first_line.encode())
+    return descriptor
 
 
 def _read_nonce(path: Path) -> str | None:
