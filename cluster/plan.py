@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.agent.messages import STOP_GRACE_S, Spec
+from cluster.control.runner import RUNNERS, runner_of
 from cluster.env.plan import EnvironmentVariable
 from cluster.errors import ClusterError
-from cluster.launch.runner import RUNNERS, runner_of
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
 from engine.config.errors import ConfigError

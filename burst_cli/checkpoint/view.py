@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.render import listing, say
-from cluster.launch.runner import runner_of
+from cluster.control.runner import runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
 from cluster.ssh.hosts import fold_nodes

@@ -9,7 +9,7 @@ from burst_cli.checkpoint.view import bring, checkpoint_of_step
 from burst_cli.compose import compose
 from burst_cli.options import LaunchRequest
 from burst_cli.runs.choose import choose_run
-from cluster.launch.runner import runner_for, runner_of
+from cluster.control.runner import runner_for, runner_of
 from cluster.plan import PlanFileError, read_launch_plan, roots_of
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config

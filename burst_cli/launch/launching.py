@@ -29,8 +29,8 @@ from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.judge import last_checkpoint
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming
+from cluster.control.runner import open_links, runner_of
 from cluster.env.live import sockets_line
-from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan, write_plan_files
 from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import BurstError, ConfigError

@@ -19,7 +19,7 @@ from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import control
 from cluster.control.link import LaunchObserver
-from cluster.launch.runner import Asked, open_links, runner_for
+from cluster.control.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.hosts import fold_nodes
 from engine.config.settings import RunConfig

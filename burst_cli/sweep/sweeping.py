@@ -18,8 +18,8 @@ from burst_cli.sweep.runner import Lane, SweepRunner
 from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
 from burst_cli.sweep.view import SweepView, expectation, plan_view, tally
 from cluster.control.attempt import StopRequests
+from cluster.control.runner import runner_for
 from cluster.launch.local import probe_local_node
-from cluster.launch.runner import runner_for
 from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig

@@ -36,8 +36,8 @@ from cluster.control.link import (
     LaunchTiming,
     NodeLink,
 )
+from cluster.control.runner import open_links, runner_of
 from cluster.failure import Failure
-from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan
 from cluster.remote_text import number
 from engine.runs.files import utc_now

@@ -20,10 +20,10 @@ from cluster.control import ssh_link
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
+from cluster.control.runner import open_links
 from cluster.control.ssh_link import LinkTiming
 from cluster.env.plan import EnvironmentVariable
 from cluster.launch.local import build_local_plan
-from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files
 from cluster.testbed.testbed import Testbed
 from engine.config.cluster import ClusterConfig, SshConfig

@@ -10,7 +10,7 @@ from testkit.waiting import wait_for
 
 from cluster.agent.folder import NodeFiles, make_folder, write_json
 from cluster.failure import Failure
-from cluster.slurm.job import SlurmJob, SlurmLink
+from cluster.launch.slurm.job import SlurmJob, SlurmLink
 
 STOPPED = {"cause": "stop", "stop_cause": "SIGTERM"}
 TIME_LIMIT = ("launcher", "time limit")

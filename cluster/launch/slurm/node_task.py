@@ -1,4 +1,4 @@
-"""The task of one node within a job: `python -m cluster.slurm.node_task RUN TOKEN MODULE`.
+"""The task of one node within a job: `python -m cluster.launch.slurm.node_task RUN TOKEN MODULE`.
 
 It looks at its node, agrees with the others on where the ranks meet, writes down the plan of its node, and then is the
 supervisor of the run there, whose ranks run MODULE. What goes wrong before is one line on stderr, which lies in the
@@ -21,10 +21,10 @@ from cluster.agent.survey import find_port
 from cluster.env.plan import FACT_QUESTIONS, check_network
 from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
+from cluster.launch.slurm.plan import look_again, node_folder, read_token, slurm_site, write_granted
+from cluster.launch.slurm.sbatch import NOT_SHARED
 from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
-from cluster.slurm.plan import look_again, node_folder, read_token, slurm_site, write_granted
-from cluster.slurm.sbatch import NOT_SHARED
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.facts import NodeFacts, survey_here
 from engine.config.errors import BurstError

@@ -7,7 +7,7 @@ from slurm_rig import SlurmBench
 from testkit import write_program
 from testkit.waiting import wait_for
 
-from cluster.slurm.job import SlurmJob
+from cluster.launch.slurm.job import SlurmJob
 from engine.runs.folder import RunFolder
 
 

@@ -1,6 +1,6 @@
 """The job of a run on Kubernetes as a plain value: a JobSet, or a TrainJob of Kubeflow Trainer. Pure.
 
-Every pod is a node and runs the same command: `cluster.launch.pod` around torchrun, which reads its place from PET_*
+Every pod is a node and runs the same command: `cluster.launch.kubernetes.pod` around torchrun, which reads its place from PET_*
 variables. Trainer sets these itself; for a JobSet they are part of the manifest.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from cluster.launch.pod import FILES, PER_POD
+from cluster.launch.kubernetes.pod import FILES, PER_POD
 from cluster.plan import LaunchPlan
 from cluster.plan_nodes import RUN_LABEL
 from engine.config.cluster import KubernetesConfig
@@ -162,7 +162,7 @@ def _environment(plan: LaunchPlan) -> dict[str, str]:
 
 def _command(plan: LaunchPlan) -> list[str]:
     first = plan.nodes[0]
-    return [first.argv[0], "-m", "cluster.launch.pod", first.folder, *first.argv]
+    return [first.argv[0], "-m", "cluster.launch.kubernetes.pod", first.folder, *first.argv]
 
 
 def _mount(plan: LaunchPlan) -> str:

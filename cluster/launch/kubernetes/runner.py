@@ -10,10 +10,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.launch.manifest import JOB_FILE, job_text
-from cluster.launch.pod import pod_node
-from cluster.launch.pods import Kubectl, KubernetesJob
-from cluster.launch.runner import Asked, Survey
+from cluster.control.runner import Asked, Survey
+from cluster.launch.kubernetes.manifest import JOB_FILE, job_text
+from cluster.launch.kubernetes.pod import pod_node
+from cluster.launch.kubernetes.pods import Kubectl, KubernetesJob
 from cluster.launch.scheduler import QueuedRunner
 from cluster.plan import LaunchPlan, MachineFacts, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster.control.runner import Asked, Survey
 from cluster.launch.local import local_facts
-from cluster.launch.runner import Asked, Survey
 from cluster.launch.scheduler import QueuedRunner
+from cluster.launch.slurm.client import SlurmClient
+from cluster.launch.slurm.job import SlurmJob
+from cluster.launch.slurm.plan import build_slurm_plan, granted_plan, read_token
 from cluster.plan import LaunchPlan
 from cluster.remote_text import word
-from cluster.slurm.client import SlurmClient
-from cluster.slurm.job import SlurmJob
-from cluster.slurm.plan import build_slurm_plan, granted_plan, read_token
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 

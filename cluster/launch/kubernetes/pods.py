@@ -1,6 +1,6 @@
 """The job and the pods of a run as kubectl shows them: asked about by one thread, ended in order.
 
-What the pods print, see `cluster.launch.pod`, is written into the run folder as if their ranks had done so there.
+What the pods print, see `cluster.launch.kubernetes.pod`, is written into the run folder as if their ranks had done so there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 from cluster.control.attempt import torchrun_log
 from cluster.control.link import NodeLink, NodeStatus, Phase
 from cluster.failure import Failure
-from cluster.launch.manifest import CONTAINER, JOB_FILE, job_name, resource_of
-from cluster.launch.pod import DOCUMENTS, MARK, RECORDS, pod_node
+from cluster.launch.kubernetes.manifest import CONTAINER, JOB_FILE, job_name, resource_of
+from cluster.launch.kubernetes.pod import DOCUMENTS, MARK, RECORDS, pod_node
 from cluster.launch.scheduler import SchedulerError, WatchedJob, run_client
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.plan_nodes import RUN_LABEL

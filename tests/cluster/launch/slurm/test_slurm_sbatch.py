@@ -15,8 +15,8 @@ from testkit import write_program
 from testkit.fake_plan import node_facts
 from testkit.waiting import wait_for
 
-from cluster.slurm.plan import build_slurm_plan
-from cluster.slurm.sbatch import TOKEN_FILE, check_slurm_settings, sbatch_text
+from cluster.launch.slurm.plan import build_slurm_plan
+from cluster.launch.slurm.sbatch import TOKEN_FILE, check_slurm_settings, sbatch_text
 from engine.config.cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, TrainConfig
@@ -83,7 +83,7 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may(checkpoint, ma
     assert said <= set(directives(text))
     assert not [word for word in unsaid if word in text]
     for word in ("stop",) * checkpoint.is_on + ("go-on",) * (checkpoint.is_on and max_restarts > 0):
-        assert f'-m cluster.slurm.time_limit {RUN} "$token" {word}' in text
+        assert f'-m cluster.launch.slurm.time_limit {RUN} "$token" {word}' in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=200).returncode == 0
 
 
@@ -164,7 +164,14 @@ def test_bash_starts_one_task_per_node_in_the_folder_of_the_launcher(batch, tmp_
     lines = said_by([*command, "t"], environment).stdout.splitlines()
 
     assert lines[:2] == ["/src $HOME", str(tmp_path)]
-    task = [str(tmp_path / "py"), "-m", "cluster.slurm.node_task", str(tmp_path / "it's a $(run)"), "t", "engine.train"]
+    task = [
+        str(tmp_path / "py"),
+        "-m",
+        "cluster.launch.slurm.node_task",
+        str(tmp_path / "it's a $(run)"),
+        "t",
+        "engine.train",
+    ]
     assert lines[-6:] == task
     assert {"--nodes=2", "--ntasks-per-node=1", "--wait=60"} <= set(lines)
 
@@ -182,7 +189,7 @@ def test_a_job_that_slurm_runs_again_starts_no_ranks(batch, tmp_path):
     command, environment = batch(config_of(num_nodes=2, max_restarts=1), srun="echo begun", py='echo "$@"')
     done = said_by([*command, "t"], {**environment, "SLURM_RESTART_COUNT": "1"})
 
-    assert done.stdout == f"-m cluster.slurm.time_limit {tmp_path}/it's a $(run) t go-on\n", done.stderr
+    assert done.stdout == f"-m cluster.launch.slurm.time_limit {tmp_path}/it's a $(run) t go-on\n", done.stderr
 
 
 def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_limit(batch, tmp_path):

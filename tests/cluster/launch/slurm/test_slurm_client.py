@@ -8,12 +8,12 @@ import pytest
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
+from cluster.control.runner import Asked
 from cluster.failure import Failure
-from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
-from cluster.launch.slurm import RUNNER
-from cluster.slurm.client import JobStatus, SlurmClient, client_environment, describe_end, parse_job
-from cluster.slurm.job import SlurmLink
+from cluster.launch.slurm.client import JobStatus, SlurmClient, client_environment, describe_end, parse_job
+from cluster.launch.slurm.job import SlurmLink
+from cluster.launch.slurm.runner import RUNNER
 from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.settings import RunConfig
 

@@ -13,8 +13,8 @@ from testkit.waiting import wait_for
 
 from cluster.control.controller import settle
 from cluster.control.link import LaunchTiming
+from cluster.launch.slurm.plan import granted_plan, read_token
 from cluster.plan import read_launch_plan
-from cluster.slurm.plan import granted_plan, read_token
 from cluster.testbed.slurm import slurmd
 from engine.config.settings import CheckpointConfig
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 RUNNERS = {
     "local": ("cluster.launch.local", "cluster.launch.local"),
     "ssh": ("cluster.launch.ssh", "cluster.control.ssh_link"),
-    "slurm": ("cluster.launch.slurm", "cluster.launch.scheduler"),
-    "kubernetes": ("cluster.launch.kubernetes", "cluster.launch.scheduler"),
+    "slurm": ("cluster.launch.slurm.runner", "cluster.launch.scheduler"),
+    "kubernetes": ("cluster.launch.kubernetes.runner", "cluster.launch.scheduler"),
 }
 
 

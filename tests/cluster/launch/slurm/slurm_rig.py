@@ -16,10 +16,10 @@ from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
 from cluster.launch.local import probe_local_node
+from cluster.launch.slurm.client import CONF_VARIABLE, client_environment
+from cluster.launch.slurm.job import SlurmJob
+from cluster.launch.slurm.plan import build_slurm_plan
 from cluster.plan import LaunchPlan
-from cluster.slurm.client import CONF_VARIABLE, client_environment
-from cluster.slurm.job import SlurmJob
-from cluster.slurm.plan import build_slurm_plan
 from cluster.testbed.slurm import controller_answers
 from cluster.testbed.testbed import Node, Testbed
 from engine.config.cluster import ClusterConfig

@@ -137,11 +137,11 @@ def _body(config: RunConfig, facts: MachineFacts, run_path: Path, module: str, p
 def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -> Iterator[str]:
     """What starts the tasks, and what is done beside and after them where ranks save."""
     srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    "
-    srun += f'{python} -m cluster.slurm.node_task {run} "$1" {module}'
-    limit = f'{python} -m cluster.slurm.time_limit {run} "$token"'
+    srun += f'{python} -m cluster.launch.slurm.node_task {run} "$1" {module}'
+    limit = f'{python} -m cluster.launch.slurm.time_limit {run} "$token"'
     if config.cluster.max_restarts:
         yield "# Slurm runs the job again, which lost a node or was preempted: the next attempt is a job of its own."
-        yield f'[ -z "${RESTART_VARIABLE}" ] || exec {python} -m cluster.slurm.time_limit {run} "$1" go-on'
+        yield f'[ -z "${RESTART_VARIABLE}" ] || exec {python} -m cluster.launch.slurm.time_limit {run} "$1" go-on'
     if _save_s(config) is None:
         yield f"exec {srun}"
         return

@@ -25,11 +25,11 @@ from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
 from cluster.failure import Failure
 from cluster.launch.local import LocalLink
 from cluster.launch.scheduler import SchedulerError, WatchedJob
+from cluster.launch.slurm.client import AGAIN, GONE, JobStatus, SlurmClient, client_environment, describe_end
+from cluster.launch.slurm.plan import granted_plan, look_again, node_folder
+from cluster.launch.slurm.sbatch import LOG_PREFIX, NOT_SHARED, RESTART_VARIABLE, SCRIPT_FILE, TOKEN_FILE
 from cluster.plan import LaunchPlan, NodePlan, write_plan_files
 from cluster.remote_text import one_line
-from cluster.slurm.client import AGAIN, GONE, JobStatus, SlurmClient, client_environment, describe_end
-from cluster.slurm.plan import granted_plan, look_again, node_folder
-from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED, RESTART_VARIABLE, SCRIPT_FILE, TOKEN_FILE
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder

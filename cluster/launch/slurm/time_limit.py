@@ -1,4 +1,4 @@
-"""python -m cluster.slurm.time_limit RUN TOKEN WORD, in the batch file of a job whose time is nearly up.
+"""python -m cluster.launch.slurm.time_limit RUN TOKEN WORD, in the batch file of a job whose time is nearly up.
 
 stop: the supervisors are asked for the end, so that ranks save. go-on: they have ended, or Slurm runs the job again;
 where no launcher is there to do so, the next attempt is begun as a new job, as often as a launcher would.
@@ -18,10 +18,10 @@ from cluster.agent.folder import request_stop
 from cluster.control.attempt import find_controller, read_cancel
 from cluster.control.link import TIME_LIMIT
 from cluster.errors import ClusterError
+from cluster.launch.slurm.client import CONF_VARIABLE
+from cluster.launch.slurm.plan import granted_plan, read_token
+from cluster.launch.slurm.sbatch import WARNING_S
 from cluster.plan import read_launch_plan
-from cluster.slurm.client import CONF_VARIABLE
-from cluster.slurm.plan import granted_plan, read_token
-from cluster.slurm.sbatch import WARNING_S
 from engine.config.errors import BurstError
 from engine.runs.folder import RunFolder
 

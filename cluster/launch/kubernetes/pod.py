@@ -1,4 +1,4 @@
-"""What a pod runs: `python -m cluster.launch.pod RUN COMMAND...`, where COMMAND is torchrun.
+"""What a pod runs: `python -m cluster.launch.kubernetes.pod RUN COMMAND...`, where COMMAND is torchrun.
 
 Whoever launched the run may not see the volume that RUN lies on, but can read what pods print. So the lines of the
 ranks are printed as `rank0003| line`, and in the first pod every new line of RUN's records as `@burst NAME line`.

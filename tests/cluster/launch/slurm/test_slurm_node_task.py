@@ -19,10 +19,10 @@ from testkit.known_facts import known_facts
 
 from cluster.errors import ClusterError
 from cluster.launch.local import probe_local_node
+from cluster.launch.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
+from cluster.launch.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted
+from cluster.launch.slurm.time_limit import main as time_limit
 from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text, read_launch_plan
-from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
-from cluster.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted
-from cluster.slurm.time_limit import main as time_limit
 from cluster.survey.network import NetInterface
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
@@ -100,7 +100,7 @@ def test_a_task_looks_at_its_node_before_it_agrees_with_others(plan, capsys, mon
 def test_a_warning_of_the_time_limit_waits_for_nodes_that_get_the_address_and_port_of_the_first(plan):
     run = RunFolder(Path(plan.run_path))
     (run.path / MEETING_FILE).write_text(EARLIER)
-    stop = [sys.executable, "-m", "cluster.slurm.time_limit", plan.run_path, "t", "stop"]
+    stop = [sys.executable, "-m", "cluster.launch.slurm.time_limit", plan.run_path, "t", "stop"]
     with subprocess.Popen(stop, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
         time.sleep(1)
         with ThreadPoolExecutor() as pool:

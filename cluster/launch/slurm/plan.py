@@ -1,7 +1,7 @@
 """The plan of a launch through Slurm. Which nodes it gets is told when it gets them, so there are two steps.
 
 `build_slurm_plan`, on the launcher, before: an entry per node under a name that only stands for it, and the batch file.
-`cluster.slurm.node_task`, on each node, then: its own command and environment, which `granted_plan` puts into the plan.
+`cluster.launch.slurm.node_task`, on each node, then: its own command and environment, which `granted_plan` puts into the plan.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster.launch.slurm.sbatch import SCRIPT_FILE, TOKEN_FILE, check_slurm_settings, sbatch_text
 from cluster.plan import (
     TRAINER_MODULE,
     LaunchPlan,
@@ -23,7 +24,6 @@ from cluster.plan import (
     with_ranks,
 )
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
-from cluster.slurm.sbatch import SCRIPT_FILE, TOKEN_FILE, check_slurm_settings, sbatch_text
 from cluster.ssh.hosts import parse_nodes, slurm_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
