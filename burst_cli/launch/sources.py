@@ -30,7 +30,7 @@ def _with_path(word: str, runs_dir: Path) -> str:
     if key.lstrip("+") != _KEY or name in ("", "null") or name.startswith(("/", "~")):
         return word
     # Only a launch that continues another run reads runs: all others start sooner without these.
-    from burst_cli.eval.request import weights_of
+    from burst_cli.checkpoint.weights import weights_of
     from burst_cli.runs.choose import choose_run
 
     # The folder of an experiment is no run: without this, a launch from within runs/ would mean it.

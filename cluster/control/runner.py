@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from cluster.plan import LaunchPlan, read_launch_plan
+
 if TYPE_CHECKING:
     from cluster.control.attempt import StopRequests
     from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
-    from cluster.plan import LaunchPlan
     from engine.config.cluster import ClusterConfig
     from engine.config.settings import RunConfig
     from engine.planning.memory.predictor import Hardware
     from engine.runs.folder import RunFolder
 
-# By launcher the module with its RUNNER and that with its `open_links`. Each is imported when it is used: who stays on
-# this machine does not pay for SSH, and who only looks at a plan not for what leads its nodes.
+# The module with `RUNNER` and the module with `open_links`, per launcher. Launchers are plugins of this protocol: found
+# by name and imported on first use, so that a local run does not import SSH and reading a plan imports no links.
 RUNNERS = {
     "local": ("cluster.launch.local", "cluster.launch.local"),
     "ssh": ("cluster.launch.ssh", "cluster.control.ssh_link"),
@@ -106,6 +107,12 @@ def runner_for(cluster: ClusterConfig) -> Runner:
 def runner_of(plan: LaunchPlan) -> Runner:
     """The runner of the launcher that `plan` names."""
     return _runner(plan.launcher)
+
+
+def read_run_plan(run_path: Path) -> LaunchPlan:
+    """Read the plan of a run, with the nodes that its scheduler has granted by now. Raises PlanFileError."""
+    plan = read_launch_plan(run_path)
+    return runner_of(plan).with_nodes(plan)
 
 
 def open_links(plan: LaunchPlan, run: RunFolder) -> Sequence[NodeLink]:

@@ -1,7 +1,7 @@
 """The job of a run on Kubernetes as a plain value: a JobSet, or a TrainJob of Kubeflow Trainer. Pure.
 
-Every pod is a node and runs the same command: `cluster.launch.kubernetes.pod` around torchrun, which reads its place from PET_*
-variables. Trainer sets these itself; for a JobSet they are part of the manifest.
+Every pod is a node and runs the same command: `cluster.launch.kubernetes.pod` around torchrun, which reads its place
+from PET_* variables. Trainer sets these itself; for a JobSet they are part of the manifest.
 """
 
 from __future__ import annotations

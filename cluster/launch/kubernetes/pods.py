@@ -1,6 +1,7 @@
 """The job and the pods of a run as kubectl shows them: asked about by one thread, ended in order.
 
-What the pods print, see `cluster.launch.kubernetes.pod`, is written into the run folder as if their ranks had done so there.
+What the pods print, see `cluster.launch.kubernetes.pod`, is written into the run folder as if their ranks had done so
+there.
 """
 
 from __future__ import annotations

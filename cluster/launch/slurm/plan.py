@@ -1,7 +1,8 @@
 """The plan of a launch through Slurm. Which nodes it gets is told when it gets them, so there are two steps.
 
 `build_slurm_plan`, on the launcher, before: an entry per node under a name that only stands for it, and the batch file.
-`cluster.launch.slurm.node_task`, on each node, then: its own command and environment, which `granted_plan` puts into the plan.
+`cluster.launch.slurm.node_task`, on each node, then: its own command and environment, which `granted_plan` puts into
+the plan.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from testkit.waiting import wait_for
 
 from cluster.control.controller import settle
 from cluster.control.link import LaunchTiming
+from cluster.control.runner import read_run_plan
 from cluster.launch.slurm.plan import granted_plan, read_token
-from cluster.plan import read_launch_plan
 from cluster.testbed.slurm import slurmd
 from engine.config.settings import CheckpointConfig
 
@@ -36,7 +36,7 @@ def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_node
     assert f"Slurm job {job_id(led.run)} runs on {first}, {second}" in led.observer.notes
     assert run_processes(led.run.run_id) == []
     one, other = bench.testbed.nodes[:2]  # each got its own command and the address of the first
-    plan = read_launch_plan(led.run.path)
+    plan = read_run_plan(led.run.path)
     assert [node.name for node in plan.nodes] == [first, second]
     masters = {word for node in plan.nodes for word in node.argv if word.startswith("--master-addr")}
     assert (masters, f"--local-addr={other.address}" in plan.nodes[1].argv) == ({f"--master-addr={one.address}"}, True)
@@ -145,7 +145,7 @@ def test_a_run_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_l
 
     if led is None:
         assert job_id(run) != first
-        granted = granted_plan(read_launch_plan(run.path), run, read_token(run.path) or "")  # a look may come first
+        granted = granted_plan(read_run_plan(run.path), run, read_token(run.path) or "")  # a look may come first
         assert granted is not None
         assert tuple(node.name for node in granted.nodes) == names(bench)[::2]
         assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]

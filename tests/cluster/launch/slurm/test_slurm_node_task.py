@@ -17,12 +17,13 @@ import pytest
 from testkit import PYTHON_PATH, write_program
 from testkit.known_facts import known_facts
 
+from cluster.control.runner import read_run_plan
 from cluster.errors import ClusterError
 from cluster.launch.local import probe_local_node
 from cluster.launch.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.launch.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted
 from cluster.launch.slurm.time_limit import main as time_limit
-from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text, read_launch_plan
+from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text
 from cluster.survey.network import NetInterface
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
@@ -216,9 +217,9 @@ def test_nodes_that_make_no_plan_are_refused(plan, change):
 
 def test_who_reads_the_plan_of_a_run_gets_the_real_nodes(plan):
     run = RunFolder(Path(plan.run_path))
-    assert [node.name for node in read_launch_plan(run.path).nodes] == ["slurm-node0", "slurm-node1"]
+    assert [node.name for node in read_run_plan(run.path).nodes] == ["slurm-node0", "slurm-node1"]
     for node in plan.nodes:
         name = f"n{node.node_rank + 1}"
         grant(run, replace(node, name=name), name)
 
-    assert [node.name for node in read_launch_plan(run.path).nodes] == ["n1", "n2"]
+    assert [node.name for node in read_run_plan(run.path).nodes] == ["n1", "n2"]

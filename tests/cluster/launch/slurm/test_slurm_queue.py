@@ -10,7 +10,7 @@ from testkit.process_table import living, run_processes
 from testkit.waiting import wait_for
 
 from cluster.control.controller import settle
-from cluster.plan import read_launch_plan
+from cluster.control.runner import read_run_plan
 
 
 def occupy(bench: SlurmBench, nodes: int) -> str:
@@ -38,7 +38,7 @@ def test_a_run_that_waits_is_known_to_other_processes_and_led_on_by_them(bench):
     run = bench.leave_in_queue(plan)
     settled = settle(run)
     bench.client("scancel", blocker)
-    outcome = Led(read_launch_plan(run.path), run).begin(start=False).wait()
+    outcome = Led(read_run_plan(run.path), run).begin(start=False).wait()
 
     assert settled.state == "starting"
     assert outcome.status == "completed"

@@ -21,7 +21,6 @@ from typing import Any
 
 from burst_cli.runs.choose import SWEEPS
 from burst_cli.runs.read import run_record
-from burst_cli.sweep.plan import SweepPlan
 from cluster.remote_text import table, word
 from engine.config.errors import BurstError, ConfigError
 from engine.config.schema import nearest
@@ -135,26 +134,6 @@ class SweepFolder:
 def sweeps_dir(runs_dir: Path) -> Path:
     """Where sweeps are kept, beside the runs that they started."""
     return runs_dir / SWEEPS
-
-
-def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
-    """(the folder of `plan`, whether it was there before); the same cells were recorded by an earlier command."""
-    folder = SweepFolder(sweeps_dir(runs_dir) / plan.sweep_id)
-    try:
-        (folder.path / "cells").mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not folder.file.exists():
-            with folder.locked():  # of two that begin at once, one makes it
-                if not folder.file.exists():
-                    begun = {"run_path": None, "lane": None, "launches": 0, "refused": None}
-                    cells = [{**cell.to_dict(), **begun} for cell in plan.cells]
-                    folder.write({**plan.to_dict(), "format": FORMAT, "cells": cells})
-                    return folder, False
-    except OSError as error:
-        raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
-    recorded = {cell.get("id") for cell in folder.read()["cells"]}
-    if recorded != {cell.cell_id for cell in plan.cells}:
-        raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")
-    return folder, True
 
 
 def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
