@@ -34,8 +34,8 @@ from engine.attention.transport import (
 )
 from engine.bench.spec import HeadShape
 from engine.parallel.mesh import read_placement, start_process_group
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import Channel
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band
 
 TIMEOUT = timedelta(seconds=60)

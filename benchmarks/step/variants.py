@@ -13,8 +13,8 @@ import torch
 from benchmarks.memory.cell import read_memory
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.settings import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from engine.resolve.rules import check_config
 
 OURS = "burst"
 REFERENCE = "transformers"

@@ -17,11 +17,11 @@ from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.preview import AttentionPreview, preview_attention
-from engine.planning.methods.topology import Topology, sequence_topology
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine, device_bytes, find_machine, machine_of, split_device
 from engine.planning.time.recommend import Adviser, Recommendation
 from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology, sequence_topology
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.memory.policy import policy_name
+from engine.planning.checkpoint_policy import policy_name
 from engine.planning.memory.predictor import (
     Capacity,
     Fit,
@@ -22,9 +22,9 @@ from engine.planning.memory.predictor import (
     capacity_of,
     shared_predictor,
 )
-from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine, find_device, machine_of
+from engine.planning.topology import Topology, known_cp_size, sequence_topology
 from engine.runs.figures import binary_bytes, count_of
 from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text

@@ -13,8 +13,8 @@ from rich.text import Text
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MemoryCheck
 from burst_cli.render import listing, styled, told
+from engine.planning.checkpoint_policy import policy_name
 from engine.planning.memory.auto import MemoryCandidate
-from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.preview import LayerPreview, PassPreview

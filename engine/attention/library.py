@@ -38,13 +38,13 @@ from engine.parallel.waits import WaitClock
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology, padded_length
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.schedules.plan import channels_of
 from engine.planning.time.machine import machine_of
-from engine.planning.visibility.layers import attention_layers, build_mask
+from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.patterns import attention_layers, build_mask
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal

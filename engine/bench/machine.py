@@ -30,11 +30,11 @@ from engine.model.parallelize import build_model
 from engine.model.rope import rope_table
 from engine.parallel.mesh import build_mesh
 from engine.planning.memory.predictor import find_hardware
-from engine.planning.methods.topology import Topology
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Machine, find_device, profile_document, share_at
 from engine.planning.time.step_time import UPDATE_BYTES, predict_step
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep

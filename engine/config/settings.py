@@ -2,7 +2,7 @@
 
 Standard library and PyYAML only: the command line and every rank import this module without torch.
 YAML -> Hydra compose -> plain dict -> `RunConfig` (here) -> RUN/config.yaml -> every rank.
-Rules between fields are in `engine.config.rules`.
+Rules between fields are in `engine.resolve.rules`.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """The configuration that these plain values spell; absent fields take their defaults.
 
     Raises ConfigError with every unknown key, wrong type and illegal choice at once. Does not check fields
-    against one another or against files: that is `engine.config.rules.check_config`.
+    against one another or against files: that is `engine.resolve.rules.check_config`.
     """
     config, problems = read_dataclass(RunConfig, values)
     if problems:

@@ -49,17 +49,17 @@ from engine.memory.tracker import LiveTensorTracker, Peak
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
 from engine.parallel.mesh import open_mesh
+from engine.planning.checkpoint_policy import checkpoint_kinds
 from engine.planning.memory.cost import layers_on_host
-from engine.planning.memory.policy import checkpoint_kinds
 from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
 from engine.planning.memory.ranks import reserve_bytes, worst_ranks
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology, resolve_degrees
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
-from engine.planning.visibility.layers import attention_layers
+from engine.planning.topology import Topology, resolve_degrees
+from engine.planning.visibility.patterns import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
 from engine.training.train_step import RankBatch, TrainStep

@@ -14,8 +14,8 @@ goes through a store, to device or host memory; when the attention plan itself k
 layer's inputs and results lie there as well. No tile needs a message, so ranks may have different numbers of tiles.
 
 All state lives in the autograd context: evaluation, several micro-batches in flight and exceptions leave none behind.
-Sources: Chen et al. 2016; Gu et al. 2024 and Sun et al. 2025 (engine.planning.memory.policy); Yao et al. 2024 (FPDT)
-and Bekman et al. 2025 (ALST: tiled MLP).
+Sources: Chen et al. 2016; Gu et al. 2024 and Sun et al. 2025 (engine.planning.checkpoint_policy); Yao et al. 2024
+(FPDT) and Bekman et al. 2025 (ALST: tiled MLP).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttenti
 from engine.memory.store import ActivationStore
 from engine.model.dropout import Dropout
 from engine.model.llama import TransformerBlock
-from engine.planning.memory.policy import LayerPolicy
+from engine.planning.checkpoint_policy import LayerPolicy
 from engine.row_blocks import accumulate_dtype, spans
 
 

@@ -99,7 +99,7 @@ def _llama3_share(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
 
 
 def _original_seq_len(scaling: RopeScalingConfig) -> int:
-    assert scaling.original_seq_len is not None, "refused by engine.config.rules"
+    assert scaling.original_seq_len is not None, "refused by engine.resolve.rules"
     return scaling.original_seq_len
 
 

@@ -18,7 +18,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
 from engine.parallel.collectives import gather_objects
 from engine.parallel.shard import RowPart
-from engine.planning.methods.topology import Degrees, Topology, place_ranks
+from engine.planning.topology import Degrees, Topology, place_ranks
 
 # Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
 START_TIMEOUT = timedelta(minutes=60)

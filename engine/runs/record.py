@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.config.schema import to_plain
 from engine.config.settings import RunConfig, config_fingerprint
-from engine.planning.memory.policy import policy_name
+from engine.planning.checkpoint_policy import policy_name
 from engine.runs.files import hash_json, utc_now
 from engine.runs.process import meminfo_bytes
 

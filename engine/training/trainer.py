@@ -13,7 +13,6 @@ import torch.distributed as dist
 from engine.attention.library import ContextParallel
 from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config.errors import ConfigError, DataError
-from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.data.agreement import tokenizer_problem, vocabulary_problem
 from engine.data.needles import needle_tasks
@@ -38,6 +37,7 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Peak
 from engine.pretrained.folder import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from engine.resolve.rules import check_config
 from engine.runs.folder import RunFolder
 from engine.runs.record import WARMUP_STEPS, config_facts, predicted_facts, summarise
 from engine.training.batches import StepBatches

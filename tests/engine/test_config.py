@@ -241,7 +241,7 @@ def test_fingerprint_is_equal_exactly_for_equal_configurations() -> None:
 
 def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
     code = (
-        "import sys, engine.config.rules; from engine.config.settings import *;"
+        "import sys, engine.resolve.rules; from engine.config.settings import *;"
         "print(config_fingerprint(RunConfig()), *sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]

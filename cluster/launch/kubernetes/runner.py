@@ -67,7 +67,7 @@ def build_kubernetes_plan(config: RunConfig, run_path: Path, module: str) -> Lau
 def quantity_bytes(text: str) -> int:
     """Bytes of a quantity of Kubernetes, such as 200Gi or 64G."""
     found = re.fullmatch(r"([\d.]+)([kMGTPE]?)(i?)", text)
-    assert found is not None, "refused by engine.config.rules"
+    assert found is not None, "refused by engine.resolve.rules"
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGTPE".index(found[2] or " "))
 
 

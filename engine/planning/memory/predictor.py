@@ -24,9 +24,9 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from engine.config.errors import ConfigError, RunError
 from engine.config.schema import to_plain
 from engine.config.settings import DataConfig, MemoryConfig, RunConfig, dump_config
-from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import Flops, StepParts, StepTime
 from engine.planning.time.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
+from engine.planning.topology import Topology
 from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
 

@@ -14,9 +14,9 @@ from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.methods.presets import AttentionMethod, legal_methods
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview
 from engine.planning.methods.resolve import fitted, stand_in_group
-from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import replayed_attention
+from engine.planning.topology import Topology
 
 # Methods for larger groups than are planned whole are first compared in one of STAND_IN_RANKS; so many of them are then
 # planned as they are, which takes a second each for 256 ranks.

@@ -22,9 +22,9 @@ from engine.config.settings import (
     RunConfig,
     Store,
 )
-from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
-from engine.planning.methods.topology import Grid, Topology, divisors, padded_length
+from engine.planning.checkpoint_policy import checkpoint_kinds, recompute_cut
 from engine.planning.program.ops import Kind, TokenBytes
+from engine.planning.topology import Grid, Topology, divisors, padded_length
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 # Over all ranks of a head group. Hides 16-bit transfers over PCIe 5 behind the kernels of an H100; about 12K suffice.

@@ -14,15 +14,15 @@ from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import AttentionPlan, Buffer, Kind, LinkBytes, RankPlan, TokenBytes
 from engine.planning.schedules.plan import plan_method, token_bytes_of
 from engine.planning.time.costs import query_heads
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import Timeline, replay
+from engine.planning.topology import Topology
 from engine.planning.visibility.balance import member_pairs
-from engine.planning.visibility.layers import LayerAttention, attention_layers
 from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.patterns import LayerAttention, attention_layers
 
 PassName = Literal["forward", "recompute", "backward"]
 MOST_RANKS_PLANNED = 32

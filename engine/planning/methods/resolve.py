@@ -27,11 +27,11 @@ from engine.planning.methods.presets import (
     leaves_direction_free,
     legal_attention,
 )
-from engine.planning.methods.topology import Topology
 from engine.planning.schedules.plan import plan_attention, token_bytes_of
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.replay import replay
-from engine.planning.visibility.layers import attention_layers
+from engine.planning.topology import Topology
+from engine.planning.visibility.patterns import attention_layers
 from engine.planning.visibility.visible import Visibility
 
 INDIFFERENCE = 0.02

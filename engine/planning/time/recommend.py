@@ -16,10 +16,10 @@ from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import Capacity, MemoryChoice, Predict
 from engine.planning.methods.auto import rank_methods
-from engine.planning.methods.topology import Topology, sequence_topology, tensor_parallel_problems
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology, sequence_topology, tensor_parallel_problems
 
 LEAST_SAVING = 0.02  # below it predictions say nothing
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import (
     AttentionPlan,
     Channel,
@@ -31,6 +30,7 @@ from engine.planning.program.ops import (
 )
 from engine.planning.time.costs import ViewBytes, tile_flops
 from engine.planning.time.machine import LinkKind, Machine
+from engine.planning.topology import Topology
 
 COMPUTE_LANE = "compute"
 _CHANNEL_ORDER = {channel: index for index, channel in enumerate(Channel)}

@@ -20,8 +20,8 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.planning.memory.predictor import Hardware, MemoryPrediction
-from engine.planning.methods.topology import Topology
 from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology
 
 
 class Judge:

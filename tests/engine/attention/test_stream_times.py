@@ -16,9 +16,9 @@ from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import Channel
 from engine.planning.time.machine import find_machine
+from engine.planning.topology import Topology
 
 CPU = torch.device("cpu")
 ELEMENTS = 8  # fp32: 32 bytes

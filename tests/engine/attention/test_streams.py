@@ -24,9 +24,9 @@ from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import AttentionPlan, Buffer, Channel
 from engine.planning.schedules.plan import plan_method
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4

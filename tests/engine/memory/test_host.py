@@ -17,7 +17,7 @@ from engine.memory.host import HostMemoryError, HostPool, host_empty, lies_in_ho
 from engine.memory.predict import predict_memory
 from engine.memory.store import HostStore
 from engine.model.parallelize import activation_limit
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 from engine.row_blocks import Rehearsal, rehearse
 from engine.runs.folder import describe_error
 

@@ -23,7 +23,7 @@ from engine.model.llama import LlamaModel
 from engine.model.parallelize import layer_manners
 from engine.planning.memory.cost import policy_cost
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 from engine.training.train_step import rank_batch
 
 MODEL = ModelConfig(

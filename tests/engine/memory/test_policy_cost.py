@@ -12,6 +12,7 @@ from memory_cases import WORLD, seven_b
 
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointKind, MemoryConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.planning.checkpoint_policy import LayerPolicy, layer_policies, recompute_cut
 from engine.planning.memory.cost import (
     PolicyCost,
     kept_bytes,
@@ -20,7 +21,6 @@ from engine.planning.memory.cost import (
     policy_cost,
     recomputed_parameters,
 )
-from engine.planning.memory.policy import LayerPolicy, layer_policies, recompute_cut
 from engine.planning.memory.ranks import reserve_bytes
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters

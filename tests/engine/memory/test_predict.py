@@ -19,8 +19,8 @@ from engine.memory.predict import fake_ranks, predict_memory, shortened
 from engine.memory.tracker import LiveTensorTracker
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters
+from engine.planning.topology import Topology
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 TOLERANCE = 0.05  # target of the project; where nothing but row padding differs, the figures are equal

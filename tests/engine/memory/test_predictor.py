@@ -13,7 +13,7 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.planning.memory.predictor import MemoryPrediction, Predictor
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 
 HERE = Path(__file__).parent
 WORLD = Topology(2, 3)

@@ -11,9 +11,9 @@ from engine.memory.rehearsal import StandInFlashKernel, rehearsed
 from engine.memory.tracker import LiveTensorTracker
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import RankPlan, Tile
 from engine.planning.schedules.plan import plan_method
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band, Mask
 
 MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.cluster import ClusterConfig, ContainerConfig
-from engine.config.data import data_rules, weight_rules
 from engine.config.errors import ConfigError
 from engine.config.schema import Problem, range_problems, walk_fields
 from engine.config.settings import AttentionConfig, MaskKind, ModelConfig, RunConfig
 from engine.planning.methods.presets import legal_attention, tile_tokens_of
-from engine.planning.methods.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
 from engine.planning.time.machine import find_device, find_machine, read_rates, unknown_device
+from engine.planning.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
+from engine.resolve.data_rules import data_rules, weight_rules
 
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
 _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))

@@ -36,12 +36,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import ConfigError
-from engine.config.rules import mask_problems
 from engine.config.settings import AttentionConfig, MaskKind, RunConfig
-from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
+from engine.planning.checkpoint_policy import checkpoint_kinds, recompute_cut
 from engine.planning.methods.presets import AttentionMethod, legal_attention, legal_methods
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import BlockList, BlockRectangle, Mask
+from engine.resolve.rules import mask_problems
 
 Blocks = npt.NDArray[np.int64]
 DEFAULT_BLOCK_TOKENS = 128

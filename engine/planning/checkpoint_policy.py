@@ -20,7 +20,7 @@ from itertools import groupby
 
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
-from engine.planning.methods.topology import length_multiple, padded_length
+from engine.planning.topology import length_multiple, padded_length
 
 
 @dataclass(frozen=True)
