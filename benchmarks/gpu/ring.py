@@ -18,10 +18,10 @@ from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.transport import P2POp, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
-from engine.planning.visibility.patterns import attention_layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 

@@ -29,13 +29,13 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-from engine.planning.checkpoint_policy import policy_name
 from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.predictor import Hardware, Predict, capacity_of
 from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
 from engine.planning.topology import Topology
 from engine.resolve.rules import check_config
+from engine.runs.record import policy_name
 from engine.training.metrics import peak_pinned_bytes
 from engine.training.train_step import TrainStep
 from engine.training.trainer import set_threads

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.checkpoint_policy import policy_name
 from engine.planning.memory.predictor import (
     Capacity,
     Fit,
@@ -28,6 +27,7 @@ from engine.planning.topology import Topology, known_cp_size, sequence_topology
 from engine.runs.figures import binary_bytes, count_of
 from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text
+from engine.runs.record import policy_name
 
 MEMORY_PLAN_FILE = "memory_plan.json"
 _LARGEST = 3

@@ -13,7 +13,6 @@ from rich.text import Text
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MemoryCheck
 from burst_cli.render import listing, styled, told
-from engine.planning.checkpoint_policy import policy_name
 from engine.planning.memory.auto import MemoryCandidate
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
@@ -22,6 +21,7 @@ from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
 from engine.runs.figures import binary_bytes, count, count_of, percent, seconds
+from engine.runs.record import policy_name
 
 _SHOWN_CANDIDATES = 12
 _BYTES_NOTE = (

@@ -20,10 +20,10 @@ from burst_cli.runs.starts import earlier_start_s
 from cluster.control.runner import runner_for
 from cluster.plan import MachineFacts, with_ranks
 from engine.config.errors import ConfigError, RunError
-from engine.config.settings import RunConfig, config_fingerprint
-from engine.planning.visibility.patterns import check_attention
+from engine.config.settings import RunConfig
+from engine.planning.methods.layers import check_attention
 from engine.resolve.rules import check_config
-from engine.runs.record import config_facts
+from engine.runs.record import config_facts, config_fingerprint
 
 _ID_DIGITS = 10
 _MOST_TITLES = 3

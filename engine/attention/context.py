@@ -30,11 +30,11 @@ from engine.attention.transport import (
     make_channel_groups,
 )
 from engine.planning.methods.blocks import Blocks, divide_sequence
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.program.ops import Channel
 from engine.planning.schedules.plan import plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
-from engine.planning.visibility.patterns import LayerAttention
 
 if TYPE_CHECKING:
     from engine.attention.library import ContextParallel

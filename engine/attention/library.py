@@ -36,6 +36,7 @@ from engine.parallel.collectives import gather_objects
 from engine.parallel.mesh import Mesh, step_timeout
 from engine.parallel.waits import WaitClock
 from engine.planning.methods.auto import resolve_auto
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
@@ -44,7 +45,7 @@ from engine.planning.time.machine import machine_of
 from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
-from engine.planning.visibility.patterns import attention_layers, build_mask
+from engine.planning.visibility.patterns import build_mask
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal

@@ -18,7 +18,6 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
-from engine.runs.files import hash_json
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
@@ -474,8 +473,3 @@ def dump_config(config: RunConfig) -> str:
         return text
     # PyYAML writes Unicode's own line ends (U+0085) as they are and reads them back as another character.
     return yaml.dump(plain, Dumper=ConfigDumper, sort_keys=False)
-
-
-def config_fingerprint(config: RunConfig) -> str:
-    """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
-    return hash_json(to_plain(config))

@@ -54,12 +54,12 @@ from engine.planning.memory.cost import layers_on_host
 from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
 from engine.planning.memory.ranks import reserve_bytes, worst_ranks
 from engine.planning.methods.auto import resolve_auto
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
 from engine.planning.topology import Topology, resolve_degrees
-from engine.planning.visibility.patterns import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
 from engine.training.train_step import RankBatch, TrainStep

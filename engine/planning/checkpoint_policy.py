@@ -40,20 +40,6 @@ class LayerPolicy:
         return self.place == 0
 
 
-def policy_name(memory: MemoryConfig) -> str:
-    """The policy in words that name its settings, such as `seq_fraction 0.5, 10 layers on host, tiles of 4096`."""
-    details = {"seq_fraction": f" {memory.kept_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
-    kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
-    parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
-    if memory.activation_store:
-        count = memory.host_layers
-        layers = "" if count is None else f"{count} layer{'' if count == 1 else 's'} "
-        parts.append(f"{layers}on {memory.activation_store}")
-    parts += [f"tiles of {memory.tile_tokens}"] if memory.tile_tokens else []
-    parts += ["optimizer on host"] if memory.optimizer_store == "host" else []
-    return ", ".join(parts)
-
-
 def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, ...]:
     """The policy of every layer; runs of attn_out_every are divided into groups of `every_layers`.
 

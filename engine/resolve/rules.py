@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import Any
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import AttentionConfig, MaskKind, ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.methods.presets import legal_attention, tile_tokens_of
 from engine.planning.time.machine import find_device, find_machine, read_rates, unknown_device
 from engine.planning.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
+from engine.planning.visibility.options import mask_problems
 from engine.resolve.data_rules import data_rules, weight_rules
 
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
@@ -201,21 +202,6 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
     """Every matrix can be sliced."""
     if config.parallel.tp_size > 0:
         yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
-
-
-def mask_problems(attention: AttentionConfig, kinds: Collection[MaskKind]) -> Iterator[str]:
-    """What masks of these kinds lack or cannot take, one sentence each."""
-    if attention.window_tokens is None and not {"window", "sink_window"}.isdisjoint(kinds):
-        yield (
-            "attention.window_tokens: null, but a windowed mask is asked for; give the number of keys that a token "
-            "sees, such as attention.window_tokens=4096"
-        )
-    if attention.blocks_file is None and "blocks" in kinds:
-        yield "attention.blocks_file: null, but attention.mask=blocks reads its list of blocks from a file; name one"
-    if "vertical_slash" in kinds and min(attention.vertical_blocks, default=0) < 0:
-        yield f"attention.vertical_blocks: got {attention.vertical_blocks}, but blocks count from 0"
-    if "vertical_slash" in kinds and min(attention.slash_blocks, default=1) != 0:
-        yield f"attention.slash_blocks: got {attention.slash_blocks}; distances begin with 0, or no token sees itself"
 
 
 def _masks(config: RunConfig) -> Iterator[str]:

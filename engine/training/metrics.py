@@ -23,9 +23,9 @@ from engine.memory.tracker import LiveTensorTracker
 from engine.parallel.collectives import max_over_ranks
 from engine.parallel.mesh import Mesh
 from engine.parallel.waits import WaitClock, find_straggler
+from engine.planning.methods.layers import AttendedPairs
 from engine.planning.time.flops import Flops, mfu, step_flops
 from engine.planning.time.machine import Peak
-from engine.planning.visibility.patterns import AttendedPairs
 from engine.runs.oom import peak_resident_bytes
 from engine.training.peak import above_peak_warning
 from engine.training.train_step import StepResult

@@ -17,7 +17,7 @@ from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.mesh import Mesh
 from engine.parallel.shard import LocalBatch, shard_batch
-from engine.planning.visibility.patterns import AttendedPairs, attended_pairs
+from engine.planning.methods.layers import AttendedPairs, attended_pairs
 from engine.training.guard import NO_LABELS, TAKEN, Guard, Verdict
 from engine.training.optim import build_optimizer, learning_rate, set_learning_rate
 from engine.training.rank.process import RankStatus

@@ -16,13 +16,13 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.checkpoint_policy import policy_name
 from engine.planning.memory.cost import PolicyCost, method_on, policy_cost
 from engine.planning.memory.predictor import Capacity, Fit, MemoryChoice, MemoryPrediction, Predict
 from engine.planning.methods.presets import BYTES_OF
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
 from engine.planning.topology import Topology, sequence_topology
+from engine.runs.record import policy_name
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01

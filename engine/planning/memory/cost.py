@@ -20,10 +20,10 @@ from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.planning.checkpoint_policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
+from engine.planning.methods.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, legal_attention, tile_tokens_of
 from engine.planning.time.flops import Flops, count_parameters, step_flops
 from engine.planning.topology import Topology, padded_length, sequence_topology
-from engine.planning.visibility.patterns import LayerAttention, attended_pairs, attention_layers
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
 _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them

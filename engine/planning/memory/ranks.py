@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from engine.config.settings import ModelConfig, ParallelConfig, RunConfig
 from engine.planning.methods.blocks import Blocks, divide_run
+from engine.planning.methods.layers import LayerAttention, attention_layers
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.program.ops import Channel, Kind, TokenBytes
 from engine.planning.schedules.plan import channels_of, plan_method
-from engine.planning.visibility.patterns import LayerAttention, attention_layers
 
 MOST_RANKS_COMPARED = 64  # that share a sequence; planning for more takes too long
 _NOTEWORTHY = 1.02  # share by which a rank must keep more than the first to be worth another prediction

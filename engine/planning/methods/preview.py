@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
+from engine.planning.methods.layers import LayerAttention, attention_layers
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.program.ops import AttentionPlan, Buffer, Kind, LinkBytes, RankPlan, TokenBytes
@@ -20,9 +21,8 @@ from engine.planning.time.costs import query_heads
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import Timeline, replay
 from engine.planning.topology import Topology
-from engine.planning.visibility.balance import member_pairs
 from engine.planning.visibility.mask import Mask
-from engine.planning.visibility.patterns import LayerAttention, attention_layers
+from engine.planning.visibility.visible import member_pairs
 
 PassName = Literal["forward", "recompute", "backward"]
 MOST_RANKS_PLANNED = 32

@@ -19,6 +19,7 @@ from dataclasses import replace
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.methods.blocks import divide_run
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import (
     PRESETS,
     AttentionMethod,
@@ -31,7 +32,6 @@ from engine.planning.schedules.plan import plan_attention, token_bytes_of
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.replay import replay
 from engine.planning.topology import Topology
-from engine.planning.visibility.patterns import attention_layers
 from engine.planning.visibility.visible import Visibility
 
 INDIFFERENCE = 0.02

@@ -19,10 +19,10 @@ from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band, Mask
-from engine.planning.visibility.patterns import LayerAttention
 
 RANKS, ROWS = 64, 64  # a tile per step
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

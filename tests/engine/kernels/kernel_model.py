@@ -16,10 +16,10 @@ from engine.model.init import init_weights
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 from engine.planning.checkpoint_policy import LayerPolicy
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
-from engine.planning.visibility.patterns import LayerAttention
 
 TOKENS = 12
 MODEL = ModelConfig(

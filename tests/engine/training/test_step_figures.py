@@ -24,10 +24,10 @@ from engine.data.sampler import Batch
 from engine.model.llama import LlamaModel
 from engine.planning.checkpoint_policy import LayerPolicy
 from engine.planning.memory.cost import recomputed_parameters
+from engine.planning.methods.layers import attended_pairs, attention_layers
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.time.flops import count_parameters, step_flops
 from engine.planning.topology import Topology
-from engine.planning.visibility.patterns import attended_pairs, attention_layers
 from engine.runs.oom import peak_resident_bytes
 from engine.training.metrics import PeakMemory
 
