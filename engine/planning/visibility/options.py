@@ -1,4 +1,4 @@
-"""Settings that a mask by name needs. Standard library only: they are checked with the configuration, before numpy loads."""
+"""Settings that masks by name need. Standard library only: configurations are checked before numpy loads."""
 
 from __future__ import annotations
 
