@@ -33,7 +33,7 @@ from engine.attention.transport import (
     make_channel_groups,
 )
 from engine.bench.spec import HeadShape
-from engine.parallel.mesh import read_placement, start_process_group
+from engine.distributed.mesh import read_placement, start_process_group
 from engine.planning.program.ops import Channel
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band

@@ -40,8 +40,8 @@ from engine.config.settings import (
     TrainConfig,
 )
 from engine.data.sampler import IGNORE_INDEX, Batch
-from engine.model.parallelize import build_model
-from engine.parallel.mesh import build_mesh, read_placement, start_process_group
+from engine.distributed.mesh import build_mesh, read_placement, start_process_group
+from engine.parallel.parallelize import build_model
 from engine.planning.methods.presets import PRESETS
 from engine.resolve.rules import check_config
 from engine.training.train_step import TrainStep, count_batches, rank_batch

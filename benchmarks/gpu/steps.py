@@ -25,10 +25,10 @@ from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
 from engine.data.sampler import IGNORE_INDEX, Batch
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.live_tensors import LiveTensorTracker
+from engine.distributed.mesh import build_mesh, choose_device, read_placement, start_process_group
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import build_empty_model
-from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
+from engine.parallel.parallelize import build_empty_model
 from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.predictor import Hardware, Predict, capacity_of

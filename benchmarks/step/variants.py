@@ -90,8 +90,8 @@ def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
 def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     """(step, model, optimizer) of this engine on a group of one rank."""
     from engine.data.sampler import Batch
-    from engine.model.parallelize import build_model
-    from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
+    from engine.distributed.mesh import build_mesh, choose_device, read_placement, start_process_group
+    from engine.parallel.parallelize import build_model
     from engine.training.train_step import TrainStep
 
     config = case.run_config(variant)
@@ -110,7 +110,7 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
     """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
     from transformers import LlamaForCausalLM
 
-    from engine.training.optim import build_optimizer
+    from engine.optim.adamw import build_optimizer
 
     model = LlamaForCausalLM(llama_config(case)).train()
     copy_initial_weights(case.model, model)

@@ -26,7 +26,7 @@ from engine.config.settings import RunConfig
 from engine.runs.figures import binary_bytes, seconds
 from engine.runs.folder import create_run, default_runs_dir, new_run_path
 
-MODULE, EXP = "engine.collectives", "collectives"
+MODULE, EXP = "engine.bench.collectives", "collectives"
 SLOW_SHARE = 0.5  # of the usual rate: below, a node or a link holds the others up
 
 

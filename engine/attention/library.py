@@ -32,9 +32,9 @@ from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.parallel.collectives import gather_objects
-from engine.parallel.mesh import Mesh, step_timeout
-from engine.parallel.waits import WaitClock
+from engine.distributed.collectives import gather_objects
+from engine.distributed.mesh import Mesh, step_timeout
+from engine.distributed.waits import WaitClock
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of

@@ -25,10 +25,10 @@ from engine.bench.measure import Series, Stopwatch, environment, exchange, run_r
 from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
+from engine.distributed.mesh import build_mesh
 from engine.model.llama import TransformerBlock
-from engine.model.parallelize import build_model
 from engine.model.rope import rope_table
-from engine.parallel.mesh import build_mesh
+from engine.parallel.parallelize import build_model
 from engine.planning.memory.predictor import find_hardware
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.flops import count_parameters

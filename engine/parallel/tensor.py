@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from engine.distributed.collectives import all_gather_first, reduce_scatter_first
 from engine.loss.fused import VocabularyRanks
 from engine.model.linear import Linear, linear
 from engine.model.llama import LlamaModel, RMSNorm, TransformerBlock
-from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
 
 def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:

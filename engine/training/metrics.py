@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
+from engine.activations.store import HostStore
 from engine.attention.library import ContextParallel
-from engine.attention.stream_times import total
 from engine.config.settings import ModelConfig
-from engine.memory.store import HostStore
-from engine.memory.tracker import LiveTensorTracker
-from engine.parallel.collectives import max_over_ranks
-from engine.parallel.mesh import Mesh
-from engine.parallel.waits import WaitClock, find_straggler
+from engine.device.live_tensors import LiveTensorTracker
+from engine.device.stream_times import total
+from engine.distributed.collectives import max_over_ranks
+from engine.distributed.mesh import Mesh
+from engine.distributed.waits import WaitClock, find_straggler
 from engine.planning.methods.layers import AttendedPairs
 from engine.planning.time.flops import Flops, mfu, step_flops
 from engine.planning.time.machine import Peak

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from engine.row_blocks import Rehearsal, acts_as_accelerator, rehearse, rehearses_accelerator, row_blocks, spans
+from engine.device.row_blocks import Rehearsal, acts_as_accelerator, rehearse, rehearses_accelerator, row_blocks, spans
 
 CPU = torch.device("cpu")
 

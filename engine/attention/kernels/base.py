@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
+from engine.device.row_blocks import accumulate_dtype, ends
 from engine.planning.visibility.mask import Band
-from engine.row_blocks import accumulate_dtype, ends
 
 ComputeCapability = tuple[int, int]  # of a GPU, such as (9, 0)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
+from engine.device.row_blocks import accumulate_dtype
 from engine.planning.visibility.mask import Band
-from engine.row_blocks import accumulate_dtype
 
 
 class ReferenceKernel:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
+from engine.device.row_blocks import accumulate_dtype
 from engine.planning.visibility.mask import Band
-from engine.row_blocks import accumulate_dtype
 
 ROWS, NUM_HEADS, NUM_KV_HEADS = 256, 4, 2
 # Relative norms. bf16 rounds to 0.004, and probabilities too; fp32 may be made of three TF32 products.

@@ -1,9 +1,9 @@
 """memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
 
 Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; with the optimizer
-on the host where none fits, or a faster one then does. Their memory is predicted (`engine.memory.predict`) in the order
-of a step's seconds (`engine.planning.time.step_time`) until one fits. What one keeps is known without either, so that
-those that are hopeless, or slower for certain than one that is not, need neither.
+on the host where none fits, or a faster one then does. Their memory is predicted (`engine.training.fake_run.memory`) in
+the order of a step's seconds (`engine.planning.time.step_time`) until one fits. What one keeps is known without either,
+so that those that are hopeless, or slower for certain than one that is not, need neither.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Chen et al. 2016, Gu et al. 2024 and Sun et al. 2025):
     seq_fraction      2 T d + rho (2 T d + 4 T H)
     attn_out_every    2 T d + 4 T H, and 2 T d in every k-th layer
 
-Of what else a rank needs nothing is reckoned here: `engine.memory.predict` runs the step.
+Of what else a rank needs nothing is reckoned here: `engine.training.fake_run.memory` runs the step.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 predictions of a step as others ask for them, its memory and its time: from a process of its own, each at most once.
 No torch.
 
-`engine.memory.predict` imagines ranks, plans attention and loads torch, none of which belongs into the process that
-asks. Its own is started with the first request, answers one after another and ends when none comes any more. Device
-memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
+`engine.training.fake_run.memory` imagines ranks, plans attention and loads torch, none of which belongs into the
+process that asks. Its own is started with the first request, answers one after another and ends when none comes any
+more. Device memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig)
 # --- predictions from a process of their own --------------------------------------------------------------------------
 
 
-SERVER_MODULE = "engine.memory.predict"
+SERVER_MODULE = "engine.training.fake_run.memory"
 IDLE_S = 30.0  # for which the process waits for another request
 TIMEOUT_S = 600.0
 
@@ -217,7 +217,7 @@ class MemoryPrediction:
 
     rank             that rank; `host` figures are of one rank too: those of a node are local ranks times as much
     phase            in which the device peak comes: forward, loss, backward or optimizer
-    components       {"device": {name: bytes}, "host": {...}} at the two peaks (see `engine.memory.components`)
+    components       {"device": {name: bytes}, "host": {...}} at the two peaks
     phase_peaks      device bytes of every phase
     reserve_bytes    on CUDA, besides: context, communicators, fragmentation
     seconds          that the prediction took

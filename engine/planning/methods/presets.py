@@ -215,8 +215,8 @@ def local_heads(model: ModelConfig, tp_size: int) -> ModelConfig:
 
 
 def tile_tokens_of(config: RunConfig, method: AttentionMethod) -> int | None:
-    """Rows at a time that the layers of a run work on (`engine.model.checkpointed`); None: all. Raises ConfigError
-    where they cannot.
+    """Rows at a time that the layers of a run work on (`engine.activations.checkpointed`); None: all. Raises
+    ConfigError where they cannot.
     """
     tile_tokens = config.memory.tile_tokens or method.chunk_tokens
     if tile_tokens is None and method.preset == "alst":

@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
+from engine.device.row_blocks import Rehearsal, rehearse
 from engine.planning.visibility.mask import Band, Mask
-from engine.row_blocks import Rehearsal, rehearse
 
 ROWS, HEADS, HEAD_DIM = 24, 12, 8
 

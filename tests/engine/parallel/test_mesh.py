@@ -16,7 +16,7 @@ from testkit.ranks import Pools, RankFailedError
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig, ParallelConfig
-from engine.parallel.mesh import (
+from engine.distributed.mesh import (
     Placement,
     build_mesh,
     check_world,

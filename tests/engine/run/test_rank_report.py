@@ -16,7 +16,7 @@ import pytest
 from testkit.waiting import wait_for
 
 from engine.config.errors import ConfigError
-from engine.parallel.waits import WaitClock, find_straggler
+from engine.distributed.waits import WaitClock, find_straggler
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import prefer_expandable_segments
 from engine.training.rank.process import RankStatus, run_rank

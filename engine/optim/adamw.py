@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MomentsDtype, OptimizerConfig
-from engine.parallel.collectives import sum_over_ranks
+from engine.distributed.collectives import sum_over_ranks
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -66,7 +66,7 @@ def load_adamw_8bit(
     torchao compiles the update of every shape. On a CPU that would need a C++ compiler, and it fails for shards that
     lie in host memory while their mesh is of GPUs (pytorch/ao issue 1931).
     """
-    module, name = ("engine.training.host_moments", "HostAdamW8bit") if is_on_host else ("torchao.optim", "AdamW8bit")
+    module, name = ("engine.optim.host_moments", "HostAdamW8bit") if is_on_host else ("torchao.optim", "AdamW8bit")
     try:
         for logger in ("torchao", "torch.utils._pytree"):  # would tell which GPU kernels, never used, do not load here
             logging.getLogger(logger).setLevel(logging.ERROR)

@@ -2,8 +2,9 @@
 
 Model, sharding, layers, attention, loss and optimizer are those of a run, under FakeTensorMode and a process group
 whose messages go nowhere, as one rank of the world. A LiveTensorTracker counts what is alive. What is shortened does
-not change the peak: attention plans (`engine.memory.rehearsal`), walks over rows (`engine.row_blocks`), the initial
-weights, which are not drawn, and the first step, of which only what it leaves is made.
+not change the peak: attention plans (`engine.training.fake_run.stand_ins`), walks over rows
+(`engine.device.row_blocks`), the initial weights, which are not drawn, and the first step, of which only what it leaves
+is made.
 
 Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` stands for CUDA attention), the allocator's
 fragmentation, CUDA's and NCCL's own memory (`reserve_bytes`), anything that `train.compile` saves, and on CUDA with
@@ -32,6 +33,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from engine.activations.store import COPIES_IN_FLIGHT
 from engine.attention.context import AttentionGroup
 from engine.attention.kernels import settle_kernel
 from engine.attention.library import ContextParallel
@@ -42,13 +44,12 @@ from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
-from engine.memory.components import FrameClassifier, StepObserver, by_component
-from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
-from engine.memory.store import COPIES_IN_FLIGHT
-from engine.memory.tracker import LiveTensorTracker, Peak
+from engine.device.live_tensors import LiveTensorTracker, Peak
+from engine.device.row_blocks import Rehearsal, rehearse
+from engine.distributed.mesh import open_mesh
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import parallelize
-from engine.parallel.mesh import open_mesh
+from engine.optim.adamw import build_optimizer
+from engine.parallel.parallelize import parallelize
 from engine.planning.checkpoint_policy import checkpoint_kinds
 from engine.planning.memory.cost import layers_on_host
 from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
@@ -60,8 +61,8 @@ from engine.planning.methods.resolve import resolve_attention
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
 from engine.planning.topology import Topology, resolve_degrees
-from engine.row_blocks import Rehearsal, rehearse
-from engine.training.optim import build_optimizer
+from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
+from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed_runtime
 from engine.training.train_step import RankBatch, TrainStep
 
 PHASES = ("forward", "loss", "backward", "optimizer")

@@ -3,9 +3,9 @@
 Statistics, rotations and softmax are computed in fp32 whatever the dtype of the tensors. A whole fp32 copy would be
 written to and read from main memory by every operation; a block of it lives in cache from the first to the last.
 
-A prediction of memory (`engine.memory.predict`) runs the same code on tensors without values. While it does, `rehearse`
-says which device they stand for, and walks visit their first two spans and the last: those in between need the same
-memory as the second, which finds what the first left.
+A prediction of memory (`engine.training.fake_run.memory`) runs the same code on tensors without values. While it does,
+`rehearse` says which device they stand for, and walks visit their first two spans and the last: those in between need
+the same memory as the second, which finds what the first left.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.memory.host import lies_in_host_memory
-from engine.memory.tracker import Label, LiveTensorTracker
+from engine.device.host_memory import lies_in_host_memory
+from engine.device.live_tensors import Label, LiveTensorTracker
 
 COMPONENTS = (
     "parameters",  # master weights, or the shards of them that this rank holds
@@ -32,14 +32,14 @@ _NOT_KEPT = frozenset({"communication", "parameters", "gradients", "optimizer", 
 PLACES: tuple[tuple[str, str | None, str], ...] = (
     ("engine/attention/buffers.py", "allocate_bytes", POOLED),
     ("engine/attention/", None, "attention"),
-    ("engine/memory/store.py", None, "checkpoints"),
-    ("engine/parallel/collectives.py", None, "communication"),
+    ("engine/activations/store.py", None, "checkpoints"),
+    ("engine/distributed/collectives.py", None, "communication"),
     # Sums over micro-steps before they are reduced: whole gradients.
     ("torch/distributed/fsdp/", "to_accumulated_grad_if_needed", "gradients"),
     ("torch/distributed/fsdp/", None, "communication"),
     ("engine/loss/", None, "loss"),
-    ("engine/training/optim.py", None, "optimizer"),
-    ("engine/training/updates.py", None, "optimizer"),
+    ("engine/optim/adamw.py", None, "optimizer"),
+    ("engine/optim/updates.py", None, "optimizer"),
     ("torch/optim/", None, "optimizer"),
     ("torch/nn/modules/sparse.py", None, "embedding"),
     ("engine/model/rope.py", "rope_table", "other"),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.memory.host import lies_in_host_memory
-from engine.memory.store import ActivationStore, Kept
+from engine.activations.store import ActivationStore, Kept
+from engine.device.host_memory import lies_in_host_memory
 
 MINIMUM_BYTES = 1 << 20  # on an accelerator a copy has a price of its own
 

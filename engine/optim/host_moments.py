@@ -19,8 +19,8 @@ from torchao.optim import AdamW8bit
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
-from engine.row_blocks import spans
-from engine.training.optim import local_part
+from engine.device.row_blocks import spans
+from engine.optim.adamw import local_part
 
 # Numbers per part, whole blocks: what a part needs fits into the caches of the cores that share it.
 PART_NUMBERS = 2**18

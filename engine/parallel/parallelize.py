@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
+from engine.activations.checkpointed import apply_policies
+from engine.activations.layer_call import LayerManner
+from engine.activations.store import ActivationStore, DeviceStore, host_store
 from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.memory.store import ActivationStore, DeviceStore, host_store
-from engine.model.checkpointed import apply_policies
+from engine.distributed.mesh import Mesh
 from engine.model.init import init_weights
-from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 from engine.model.weights import load_weights
 from engine.parallel.fsdp import parameter_device, shard_model
-from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
 from engine.planning.checkpoint_policy import layer_policies
 from engine.planning.memory.cost import layers_on_host, state_bytes

@@ -377,6 +377,6 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "engine.hf needs the transformers library, version 5 or newer: pip install transformers"
+            "engine.attention.hugging_face needs the transformers library, version 5 or newer: pip install transformers"
         ) from error
     return transformers

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.row_blocks import rehearses_accelerator
+from engine.device.row_blocks import rehearses_accelerator
 
 MOST_PIECES = 4  # the last one is rounded up: less than an eighth is lost
 SMALLEST_PIECE_BYTES = 1 << 16

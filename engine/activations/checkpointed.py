@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
+from engine.activations.layer_call import LayerCall, LayerManner
+from engine.activations.saved import offloaded
+from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept
 from engine.attention.runtime import ForwardPass, PlannedAttention
-from engine.memory.saved import offloaded
-from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept
 from engine.model.dropout import Dropout
-from engine.model.layer_call import LayerCall, LayerManner
 from engine.model.llama import AttentionFn, LlamaModel, TransformerBlock
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
-from engine.parallel.collectives import gather_objects
+from engine.distributed.collectives import gather_objects
 from engine.parallel.shard import RowPart
 from engine.planning.topology import Degrees, Topology, place_ranks
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.activations.store import ActivationStore
 from engine.attention.executor import Execution
 from engine.attention.merge import backward_stats
 from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttention
-from engine.memory.store import ActivationStore
+from engine.device.row_blocks import accumulate_dtype, spans
 from engine.model.dropout import Dropout
 from engine.model.llama import TransformerBlock
 from engine.planning.checkpoint_policy import LayerPolicy
-from engine.row_blocks import accumulate_dtype, spans
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from engine.memory.host import lies_in_host_memory
+from engine.device.host_memory import lies_in_host_memory
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
@@ -91,8 +91,8 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     has touched them yet, can be named with `watch`. Works in backward on a CPU (autograd runs it in the calling
     thread), and under FakeTensorMode. Holds no tensor alive. Costs some ten microseconds per operation.
 
-    What `engine.memory.host.host_empty` allocates is host memory, all else device memory; each has its own peak. With
-    a `classify` function every storage has a component, and a peak a breakdown by component that adds up to it.
+    What `engine.device.host_memory.host_empty` allocates is host memory, all else device memory; each has its own peak.
+    With a `classify` function every storage has a component, and a peak a breakdown by component that adds up to it.
 
         with LiveTensorTracker() as tracker:
             tracker.enter("forward")

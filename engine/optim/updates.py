@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.config.settings import RunConfig
+from engine.distributed.mesh import Mesh
+from engine.optim.adamw import clip_gradients, global_norm, square_sum
 from engine.parallel.fsdp import fsdp_modules, own_parameters
-from engine.parallel.mesh import Mesh
-from engine.training.optim import clip_gradients, global_norm, square_sum
 
 UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
 
