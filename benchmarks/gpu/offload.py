@@ -19,12 +19,12 @@ from torch import Tensor
 from benchmarks.turns import measure_in_turn
 from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
 from engine.attention.kernels import settle_kernel
+from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import synchronize
 from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig
 from engine.device.host_memory import host_empty
-from engine.device.stream_times import Times
 from engine.optim.adamw import build_optimizer, square_sum
 from engine.planning.program.ops import Channel
 from engine.planning.visibility.mask import Band
@@ -167,7 +167,7 @@ def attention_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], ob
 def bench_store(device: torch.device, sizes: OffloadSizes) -> list[Row]:
     """A step that keeps a tensor per layer, in the store of real runs, against the same step that leaves it there.
 
-    The exposed seconds are measured as in training (`engine.device.stream_times`); `idle_wire_s` are those of the
+    The exposed seconds are measured as in training (`engine.attention.stream_times`); `idle_wire_s` are those of the
     same step without its products, in which nothing but the copies takes time.
     """
     work = matmul_work(device, sizes)

@@ -31,11 +31,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, NoStreams, StreamOps
 from engine.config.errors import RunError
 from engine.device.host_memory import HostPool
 from engine.device.row_blocks import rehearses_accelerator
-from engine.device.stream_times import TransferTimes
 from engine.planning.program.ops import Channel
 
 Event = TypeVar("Event")

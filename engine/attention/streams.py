@@ -33,8 +33,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.attention.stream_times import StreamClock, TransferTimes
 from engine.attention.transport import Messenger, Meter, P2POp, Transport, by_channel
-from engine.device.stream_times import StreamClock, TransferTimes
 from engine.planning.program.ops import HOST_CHANNELS, Channel
 
 Event = TypeVar("Event")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.device.stream_times import TransferTimes
+from engine.attention.stream_times import TransferTimes
 from engine.distributed.waits import WaitClock
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.topology import Topology

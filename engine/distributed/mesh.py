@@ -17,12 +17,29 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
 from engine.distributed.collectives import gather_objects
-from engine.parallel.shard import RowPart
 from engine.planning.topology import Degrees, Topology, place_ranks
 
 # Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
 START_TIMEOUT = timedelta(minutes=60)
 STEP_TIMEOUT_S = 600.0  # in training: no rank is so far ahead of another
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Part `index` of `count` equal, consecutive parts of a sequence's rows."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, rows: int) -> slice:
+        """The rows of this part of `rows` in all; raises ValueError unless they divide evenly."""
+        if rows % self.count:
+            raise ValueError(f"{rows} rows cannot be divided among {self.count} ranks; pad them to a multiple")
+        size = rows // self.count
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+WHOLE = RowPart()
 
 
 @dataclass(frozen=True)

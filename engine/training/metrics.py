@@ -17,9 +17,9 @@ import torch
 
 from engine.activations.store import HostStore
 from engine.attention.library import ContextParallel
+from engine.attention.stream_times import total
 from engine.config.settings import ModelConfig
 from engine.device.live_tensors import LiveTensorTracker
-from engine.device.stream_times import total
 from engine.distributed.collectives import max_over_ranks
 from engine.distributed.mesh import Mesh
 from engine.distributed.waits import WaitClock, find_straggler

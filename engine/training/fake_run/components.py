@@ -44,6 +44,8 @@ PLACES: tuple[tuple[str, str | None, str], ...] = (
     ("torch/nn/modules/sparse.py", None, "embedding"),
     ("engine/model/rope.py", "rope_table", "other"),
     ("engine/model/", None, "mlp"),
+    ("engine/activations/checkpointed.py", None, "mlp"),
+    ("engine/activations/layer_call.py", None, "mlp"),
     ("torch/nn/modules/linear.py", None, "mlp"),
     ("torch/autograd/graph.py", "_engine_run_backward", "mlp"),  # autograd's own operations: matrix products
 )

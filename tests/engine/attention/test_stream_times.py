@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from timed_streams import TimedStreams
 
 from engine.activations.store import HostStore, Kept
+from engine.attention.stream_times import Times, TransferTimes, total
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
 from engine.device.host_memory import HostPool
-from engine.device.stream_times import Times, TransferTimes, total
 from engine.planning.program.ops import Channel
 from engine.planning.time.machine import find_machine
 from engine.planning.topology import Topology

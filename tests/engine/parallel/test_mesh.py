@@ -18,6 +18,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig, ParallelConfig
 from engine.distributed.mesh import (
     Placement,
+    RowPart,
     build_mesh,
     check_world,
     choose_device,
@@ -25,7 +26,6 @@ from engine.distributed.mesh import (
     read_placement,
     step_timeout,
 )
-from engine.parallel.shard import RowPart
 from engine.planning.topology import Degrees, Topology, known_cp_size, place_ranks, tensor_parallel_problems
 
 
