@@ -18,13 +18,13 @@ from torch import Tensor
 
 from benchmarks.turns import measure_in_turn
 from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
-from engine.attention.kernels import settle_kernel
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import synchronize
 from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig
 from engine.device.host_memory import host_empty
+from engine.kernels.attention import settle_kernel
 from engine.optim.adamw import build_optimizer, square_sum
 from engine.planning.program.ops import Channel
 from engine.planning.visibility.mask import Band

@@ -20,8 +20,6 @@ import torch
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.tiles import device_inputs
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import settle_kernel
-from engine.attention.kernels.base import TileGradients
 from engine.attention.library import leave_multiprocessors
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
@@ -34,6 +32,8 @@ from engine.attention.transport import (
 )
 from engine.bench.spec import HeadShape
 from engine.distributed.mesh import read_placement, start_process_group
+from engine.kernels.attention import settle_kernel
+from engine.kernels.attention.base import TileGradients
 from engine.planning.program.ops import Channel
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band

@@ -29,11 +29,11 @@ from engine.device.live_tensors import LiveTensorTracker
 from engine.distributed.mesh import build_mesh, choose_device, read_placement, start_process_group
 from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import build_empty_model
-from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.cost import policy_cost
-from engine.planning.memory.predictor import Hardware, Predict, capacity_of
-from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
 from engine.planning.topology import Topology
+from engine.predict.flops import attention_pairs, count_parameters, step_flops
+from engine.predict.memory import Hardware, Predict, capacity_of
+from engine.predict.policy_cost import policy_cost
+from engine.resolve.memory import settle_memory
 from engine.resolve.rules import check_config
 from engine.runs.record import policy_name
 from engine.training.metrics import peak_pinned_bytes
@@ -254,7 +254,7 @@ def describe_policy(config: RunConfig) -> str:
 
 
 def rates(row: Row, step_s: float, prefix: str = "") -> Row:
-    """TFLOP/s in all three conventions (`engine.planning.time.flops`). That of full attention counts work
+    """TFLOP/s in all three conventions (`engine.predict.flops`). That of full attention counts work
     that is not done, so it is no rate of the device and may exceed its peak.
     """
     return {

@@ -9,7 +9,7 @@ from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass
 from engine.config.settings import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.planning.checkpoint_policy import layer_policies
-from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops
+from engine.predict.flops import attention_pairs, count_parameters, forward_flops
 from engine.resolve.rules import check_config
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 whatever the compute dtype

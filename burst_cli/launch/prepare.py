@@ -30,7 +30,7 @@ from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.time.machine import find_machine, machine_fields
+from engine.predict.machine import find_machine, machine_fields
 from engine.resolve.rules import check_config
 from engine.runs.checkpoints import CheckpointError, check_steps_left, find_source, list_checkpoints
 from engine.runs.figures import count_of, duration, seconds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.time.flops import count_parameters
+from engine.predict.flops import count_parameters
 from engine.runs.checkpoints import checkpoints_folder, find_source
 from engine.runs.figures import binary_bytes
 

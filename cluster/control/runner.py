@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
     from engine.config.cluster import ClusterConfig
     from engine.config.settings import RunConfig
-    from engine.planning.memory.predictor import Hardware
+    from engine.predict.memory import Hardware
     from engine.runs.folder import RunFolder
 
 # The module with `RUNNER` and the module with `open_links`, per launcher. Launchers are plugins of this protocol: found

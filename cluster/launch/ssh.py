@@ -26,7 +26,7 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError, UnreadableError
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
+from engine.predict.memory import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 
 
 class SshRunner(Runner):

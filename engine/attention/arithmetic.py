@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
-from engine.attention.kernels.base import TileGradients, TileKernel
-from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.device.row_blocks import accumulate_dtype, ends
+from engine.kernels.attention.base import TileGradients, TileKernel
+from engine.kernels.attention.heads import HeadSlices, split_heads
 from engine.planning.program.ops import FIELDS, Buffer, Tile
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})

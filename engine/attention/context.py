@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.buffers import BufferPool
-from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, StreamTransport
@@ -29,6 +28,7 @@ from engine.attention.transport import (
     Transport,
     make_channel_groups,
 )
+from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.layers import LayerAttention
 from engine.planning.program.ops import Channel

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
-from engine.attention.kernels import KernelChoice, settle_kernel
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
@@ -35,17 +34,18 @@ from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfi
 from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
-from engine.planning.methods.auto import resolve_auto
+from engine.kernels.attention import KernelChoice, settle_kernel
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.schedules.plan import channels_of
-from engine.planning.time.machine import machine_of
 from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
+from engine.predict.machine import machine_of
+from engine.resolve.attention import resolve_attention
+from engine.resolve.auto import resolve_auto
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal

@@ -27,9 +27,9 @@ from engine.model.weights import load_weights
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.tensor import slice_model
 from engine.planning.checkpoint_policy import layer_policies
-from engine.planning.memory.cost import layers_on_host, state_bytes
-from engine.planning.memory.predictor import host_memory
 from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
+from engine.predict.memory import host_memory
+from engine.predict.policy_cost import layers_on_host, state_bytes
 
 
 def build_model(

@@ -21,9 +21,9 @@ from engine.config.errors import ConfigError
 from engine.config.schema import Problem, range_problems, walk_fields
 from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.methods.presets import legal_attention, tile_tokens_of
-from engine.planning.time.machine import find_device, find_machine, read_rates, unknown_device
 from engine.planning.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
 from engine.planning.visibility.options import mask_problems
+from engine.predict.machine import find_device, find_machine, read_rates, unknown_device
 from engine.resolve.data_rules import data_rules, weight_rules
 
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")

@@ -1,6 +1,6 @@
 """What is measured at every optimizer step, and the row of metrics.jsonl it becomes.
 
-docs/training.md says what each figure of it is; engine/planning/time/flops.py, what conventions of FLOPs there are.
+docs/training.md says what each figure of it is; engine/predict/flops.py, what conventions of FLOPs there are.
 A figure that cannot be had is None, never 0.
 """
 
@@ -24,8 +24,8 @@ from engine.distributed.collectives import max_over_ranks
 from engine.distributed.mesh import Mesh
 from engine.distributed.waits import WaitClock, find_straggler
 from engine.planning.methods.layers import AttendedPairs
-from engine.planning.time.flops import Flops, mfu, step_flops
-from engine.planning.time.machine import Peak
+from engine.predict.flops import Flops, mfu, step_flops
+from engine.predict.machine import Peak
 from engine.runs.oom import peak_resident_bytes
 from engine.training.peak import above_peak_warning
 from engine.training.train_step import StepResult

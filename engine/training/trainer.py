@@ -31,10 +31,10 @@ from engine.distributed.mesh import (
 )
 from engine.parallel.parallelize import build_empty_model, set_first_weights
 from engine.parallel.waiting import count_waits
-from engine.planning.memory.cost import policy_cost
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Peak
+from engine.predict.flops import count_parameters
+from engine.predict.machine import Peak
+from engine.predict.policy_cost import policy_cost
 from engine.pretrained.folder import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from engine.resolve.rules import check_config
 from engine.runs.folder import RunFolder

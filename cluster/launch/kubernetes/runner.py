@@ -18,7 +18,7 @@ from cluster.launch.scheduler import QueuedRunner
 from cluster.plan import LaunchPlan, MachineFacts, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import Hardware
+from engine.predict.memory import Hardware
 from engine.runs.folder import RunFolder
 
 _MOUNT = "/shared"

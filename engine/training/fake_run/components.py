@@ -32,6 +32,7 @@ _NOT_KEPT = frozenset({"communication", "parameters", "gradients", "optimizer", 
 PLACES: tuple[tuple[str, str | None, str], ...] = (
     ("engine/attention/buffers.py", "allocate_bytes", POOLED),
     ("engine/attention/", None, "attention"),
+    ("engine/kernels/attention/", None, "attention"),
     ("engine/activations/store.py", None, "checkpoints"),
     ("engine/distributed/collectives.py", None, "communication"),
     # Sums over micro-steps before they are reduced: whole gradients.

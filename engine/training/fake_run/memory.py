@@ -35,7 +35,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.activations.store import COPIES_IN_FLIGHT
 from engine.attention.context import AttentionGroup
-from engine.attention.kernels import settle_kernel
 from engine.attention.library import ContextParallel
 from engine.attention.runtime import run_attention
 from engine.attention.transport import SilentTransport
@@ -47,20 +46,21 @@ from engine.data.sampler import Batch
 from engine.device.live_tensors import LiveTensorTracker, Peak
 from engine.device.row_blocks import Rehearsal, rehearse
 from engine.distributed.mesh import open_mesh
+from engine.kernels.attention import settle_kernel
 from engine.model.llama import LlamaModel
 from engine.optim.adamw import build_optimizer
 from engine.parallel.parallelize import parallelize
 from engine.planning.checkpoint_policy import checkpoint_kinds
-from engine.planning.memory.cost import layers_on_host
-from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
-from engine.planning.memory.ranks import reserve_bytes, worst_ranks
-from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.time.machine import Machine, machine_of
-from engine.planning.time.step_time import predict_step
 from engine.planning.topology import Topology, resolve_degrees
+from engine.predict.machine import Machine, machine_of
+from engine.predict.memory import IDLE_S, DeviceKind, MemoryPrediction
+from engine.predict.memory_ranks import reserve_bytes, worst_ranks
+from engine.predict.policy_cost import layers_on_host
+from engine.predict.step_time import predict_step
+from engine.resolve.attention import resolve_attention
+from engine.resolve.auto import resolve_auto
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
 from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed_runtime
 from engine.training.train_step import RankBatch, TrainStep
@@ -249,7 +249,7 @@ def _batch(mode: FakeTensorMode, config: RunConfig, prepare: Callable[[Batch], R
 
 
 def main() -> None:
-    """Answers requests of `engine.planning.memory.predictor`, a line of JSON each, until none comes for a while."""
+    """Answers requests of `engine.predict.memory`, a line of JSON each, until none comes for a while."""
     # Libraries may print; stdout is for the answers alone.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

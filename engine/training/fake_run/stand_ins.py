@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
-from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.runtime import AttentionRuntime
+from engine.kernels.attention.base import Capabilities, TileGradients, TileResult
+from engine.kernels.attention.heads import CUDA_CALL_ELEMENTS
 from engine.planning.program.ops import LocalOp, RankPlan, Step, Tile
 from engine.planning.visibility.mask import Band
 

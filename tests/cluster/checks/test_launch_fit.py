@@ -35,7 +35,7 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import Gpu
+from engine.predict.memory import Gpu
 
 BARE, DOCKER, NCCL = (run_config(cluster=CLUSTERS[name]) for name in ("bare", "docker", "nccl"))
 GLOO = run_config(cluster={"backend": "gloo"})

@@ -26,7 +26,7 @@ from cluster.control.runner import Asked
 from cluster.launch.kubernetes.pods import KubernetesJob, read_answer
 from cluster.launch.kubernetes.runner import RUNNER
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
-from engine.planning.memory.predictor import Hardware
+from engine.predict.memory import Hardware
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, create_run
 

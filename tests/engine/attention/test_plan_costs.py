@@ -16,12 +16,12 @@ from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, Trai
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.program.ops import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask, halves
 from engine.planning.visibility.visible import Visibility
+from engine.resolve.attention import resolve_attention
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
 DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]

@@ -17,8 +17,8 @@ from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
 from engine.device.host_memory import HostPool
 from engine.planning.program.ops import Channel
-from engine.planning.time.machine import find_machine
 from engine.planning.topology import Topology
+from engine.predict.machine import find_machine
 
 CPU = torch.device("cpu")
 ELEMENTS = 8  # fp32: 32 bytes

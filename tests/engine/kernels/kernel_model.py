@@ -9,9 +9,9 @@ from engine.activations.checkpointed import apply_policies
 from engine.activations.layer_call import LayerManner
 from engine.activations.store import DeviceStore
 from engine.attention.context import AttentionGroup, build_context
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import DistributedTransport
 from engine.config.settings import LossConfig, ModelConfig
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.model.dropout import Dropout, row_keys
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel

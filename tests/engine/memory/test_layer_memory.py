@@ -21,9 +21,9 @@ from engine.config.settings import ModelConfig, RunConfig
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import layer_manners
-from engine.planning.memory.cost import policy_cost
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.topology import Topology
+from engine.predict.policy_cost import policy_cost
+from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
 
 MODEL = ModelConfig(

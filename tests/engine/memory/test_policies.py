@@ -22,7 +22,7 @@ from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import build_model, layer_manners
 from engine.planning.methods.presets import PRESETS
-from engine.planning.methods.resolve import resolve_attention
+from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
 
 STARTS = (0, 1, 6, 7, 20)

@@ -16,10 +16,10 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 from benchmarks.gpu import steps
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.device.live_tensors import LiveTensorTracker
-from engine.planning.memory.predictor import MemoryPrediction
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.time.flops import count_parameters
 from engine.planning.topology import Topology
+from engine.predict.flops import count_parameters
+from engine.predict.memory import MemoryPrediction
+from engine.resolve.attention import resolve_attention
 from engine.training.fake_run.memory import fake_ranks, predict_memory, shortened
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"

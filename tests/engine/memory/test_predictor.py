@@ -12,8 +12,8 @@ import pytest
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.planning.memory.predictor import MemoryPrediction, Predictor
 from engine.planning.topology import Topology
+from engine.predict.memory import MemoryPrediction, Predictor
 
 HERE = Path(__file__).parent
 WORLD = Topology(2, 3)

@@ -16,12 +16,12 @@ from engine.activations.checkpointed import apply_policies
 from engine.activations.layer_call import LayerManner
 from engine.activations.store import DeviceStore
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import DistributedTransport
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig
 from engine.device.live_tensors import LiveTensorTracker
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.model.llama import LlamaModel
 from engine.planning.checkpoint_policy import LayerPolicy
 from engine.planning.methods.layers import LayerAttention

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.device.row_blocks import accumulate_dtype, ends
+from engine.kernels.attention.heads import CUDA_CALL_ELEMENTS
 from engine.planning.visibility.mask import Band
 
 ComputeCapability = tuple[int, int]  # of a GPU, such as (9, 0)
@@ -52,7 +52,7 @@ class Capabilities:
     deterministic          backward gives equal bits: `always`; after the `flag` torch.use_deterministic_algorithms;
                            `never`
     max_call_elements      of q, out, or k and v with the heads of q, in one call; larger tiles come in parts of their
-                           heads (`engine.attention.kernels.heads`); None: any number
+                           heads (`engine.kernels.attention.heads`); None: any number
     plans_shapes           it builds and keeps a plan for every new shape of a tile, for tens of milliseconds or more
     problem                what else is wrong with a request here, in words; None: nothing
     """

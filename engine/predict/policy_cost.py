@@ -22,8 +22,8 @@ from engine.planning.checkpoint_policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, legal_attention, tile_tokens_of
-from engine.planning.time.flops import Flops, count_parameters, step_flops
 from engine.planning.topology import Topology, padded_length, sequence_topology
+from engine.predict.flops import Flops, count_parameters, step_flops
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
 _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them

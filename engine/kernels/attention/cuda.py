@@ -5,7 +5,7 @@ top-left and bottom-right alignment agree; general bands become FlashAttention's
 right. cuDNN has no windows here, so its kernel hands such tiles to FlashAttention.
 
 Offsets inside these kernels are partly 32-bit, and backward takes memory for every element: large tiles come in parts
-of their heads (`engine.attention.kernels.heads`).
+of their heads (`engine.kernels.attention.heads`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import (
+from engine.kernels.attention.base import (
     ON_CUDA,
     KernelRequest,
     LibraryKernel,

@@ -12,14 +12,14 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
-from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
-from engine.planning.memory.predictor import Capacity, MemoryChoice, Predict
-from engine.planning.methods.auto import rank_methods
-from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import predict_step
 from engine.planning.topology import Topology, sequence_topology, tensor_parallel_problems
+from engine.predict.flops import StepTime
+from engine.predict.machine import Machine
+from engine.predict.memory import Capacity, MemoryChoice, Predict
+from engine.predict.policy_cost import method_on, own_parameters, policy_cost, state_bytes
+from engine.predict.step_time import predict_step
+from engine.resolve.auto import rank_methods
+from engine.resolve.memory import settle_memory
 
 LEAST_SAVING = 0.02  # below it predictions say nothing
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most

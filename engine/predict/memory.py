@@ -4,7 +4,7 @@ No torch.
 
 `engine.training.fake_run.memory` imagines ranks, plans attention and loads torch, none of which belongs into the
 process that asks. Its own is started with the first request, answers one after another and ends when none comes any
-more. Device memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
+more. Device memory is all that the driver reports; what no tensor can have of it is in `engine.predict.memory_ranks`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from engine.config.errors import ConfigError, RunError
 from engine.config.schema import to_plain
 from engine.config.settings import DataConfig, MemoryConfig, RunConfig, dump_config
-from engine.planning.time.flops import Flops, StepParts, StepTime
-from engine.planning.time.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
 from engine.planning.topology import Topology
+from engine.predict.flops import Flops, StepParts, StepTime
+from engine.predict.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
 from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
 
 if TYPE_CHECKING:
-    from engine.planning.memory.auto import MemoryCandidate
+    from engine.resolve.memory import MemoryCandidate
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.
@@ -291,7 +291,7 @@ class Predictor:
         return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), world))
 
     def predict_step(self, config: RunConfig, world: Topology, machine: Machine) -> StepTime:
-        """What `engine.planning.time.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
+        """What `engine.predict.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
         found = self._ask(config, world, machine=to_plain(machine))
         return StepTime(**{**found, "parts": StepParts(**found["parts"]), "flops": Flops(**found["flops"])})
 

@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.planning.memory.cost import PolicyCost, policy_cost
 from engine.planning.methods.presets import BYTES_OF, tile_tokens_of
-from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.time.costs import LOSS_PASSES, layer_numbers
-from engine.planning.time.flops import StepParts, StepTime, count_parameters
-from engine.planning.time.machine import Machine
 from engine.planning.topology import Topology, sequence_topology
+from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
+from engine.predict.flops import StepParts, StepTime, count_parameters
+from engine.predict.machine import Machine
+from engine.predict.plan_costs import LOSS_PASSES, layer_numbers
+from engine.predict.policy_cost import PolicyCost, policy_cost
+from engine.resolve.attention import resolve_attention
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 UPDATE_BYTES = 28  # that AdamW reads and writes per number

@@ -29,10 +29,10 @@ from engine.planning.methods.presets import (
     legal_attention,
 )
 from engine.planning.schedules.plan import plan_attention, token_bytes_of
-from engine.planning.time.machine import Machine, machine_of
-from engine.planning.time.replay import replay
 from engine.planning.topology import Topology
 from engine.planning.visibility.visible import Visibility
+from engine.predict.machine import Machine, machine_of
+from engine.predict.replay import replay
 
 INDIFFERENCE = 0.02
 # Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.

@@ -11,9 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.device.row_blocks import accumulate_dtype
+from engine.kernels.attention.base import KernelRequest, TileGradients, TileKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band
 
 ROWS, NUM_HEADS, NUM_KV_HEADS = 256, 4, 2

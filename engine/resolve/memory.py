@@ -2,7 +2,7 @@
 
 Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; with the optimizer
 on the host where none fits, or a faster one then does. Their memory is predicted (`engine.training.fake_run.memory`) in
-the order of a step's seconds (`engine.planning.time.step_time`) until one fits. What one keeps is known without either,
+the order of a step's seconds (`engine.predict.step_time`) until one fits. What one keeps is known without either,
 so that those that are hopeless, or slower for certain than one that is not, need neither.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.memory.cost import PolicyCost, method_on, policy_cost
-from engine.planning.memory.predictor import Capacity, Fit, MemoryChoice, MemoryPrediction, Predict
 from engine.planning.methods.presets import BYTES_OF
-from engine.planning.time.machine import Machine, machine_of
-from engine.planning.time.step_time import predict_step
 from engine.planning.topology import Topology, sequence_topology
+from engine.predict.machine import Machine, machine_of
+from engine.predict.memory import Capacity, Fit, MemoryChoice, MemoryPrediction, Predict
+from engine.predict.policy_cost import PolicyCost, method_on, policy_cost
+from engine.predict.step_time import predict_step
 from engine.runs.record import policy_name
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.

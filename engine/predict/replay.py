@@ -28,9 +28,9 @@ from engine.planning.program.ops import (
     TokenBytes,
     Transfer,
 )
-from engine.planning.time.costs import ViewBytes, tile_flops
-from engine.planning.time.machine import LinkKind, Machine
 from engine.planning.topology import Topology
+from engine.predict.machine import LinkKind, Machine
+from engine.predict.plan_costs import ViewBytes, tile_flops
 
 COMPUTE_LANE = "compute"
 _CHANNEL_ORDER = {channel: index for index, channel in enumerate(Channel)}

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.attention.kernels.base import Capabilities, ComputeCapability, KernelRequest, TileKernel, no_problem
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel
-from engine.attention.kernels.efficient import AtenEfficientKernel
-from engine.attention.kernels.flash_packages import Flash3Kernel, Flash4Kernel, FlashAttnKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.config.errors import ConfigError
 from engine.config.settings import KernelName
+from engine.kernels.attention.base import Capabilities, ComputeCapability, KernelRequest, TileKernel, no_problem
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.cuda import AtenCudnnKernel, AtenFlashKernel
+from engine.kernels.attention.efficient import AtenEfficientKernel
+from engine.kernels.attention.flash_packages import Flash3Kernel, Flash4Kernel, FlashAttnKernel
+from engine.kernels.attention.reference import ReferenceKernel
 
 KERNELS: dict[KernelName, type[TileKernel]] = {
     "reference": ReferenceKernel,

@@ -12,11 +12,11 @@ from typing import Any
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.methods.presets import AttentionMethod, legal_methods
-from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview
-from engine.planning.methods.resolve import fitted, stand_in_group
-from engine.planning.time.machine import Machine, machine_of
-from engine.planning.time.step_time import replayed_attention
 from engine.planning.topology import Topology
+from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview
+from engine.predict.machine import Machine, machine_of
+from engine.predict.step_time import replayed_attention
+from engine.resolve.attention import fitted, stand_in_group
 
 # Methods for larger groups than are planned whole are first compared in one of STAND_IN_RANKS; so many of them are then
 # planned as they are, which takes a second each for 256 ranks.

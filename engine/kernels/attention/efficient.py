@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import (
+from engine.kernels.attention.base import (
     ON_CUDA,
     LibraryKernel,
     TileGradients,
     TileResult,
 )
-from engine.attention.kernels.reference import band_bias
+from engine.kernels.attention.reference import band_bias
 from engine.planning.visibility.mask import Band, row_strips
 
 STRIP_ROWS = 512  # of queries whose bias exists at once

@@ -14,15 +14,15 @@ from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.layers import LayerAttention, attention_layers
 from engine.planning.methods.presets import AttentionMethod, warnings_of
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.program.ops import AttentionPlan, Buffer, Kind, LinkBytes, RankPlan, TokenBytes
 from engine.planning.schedules.plan import plan_method, token_bytes_of
-from engine.planning.time.costs import query_heads
-from engine.planning.time.machine import Machine
-from engine.planning.time.replay import Timeline, replay
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.visible import member_pairs
+from engine.predict.machine import Machine
+from engine.predict.plan_costs import query_heads
+from engine.predict.replay import Timeline, replay
+from engine.resolve.attention import resolve_attention
 
 PassName = Literal["forward", "recompute", "backward"]
 MOST_RANKS_PLANNED = 32

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
 from engine.device.row_blocks import accumulate_dtype
+from engine.kernels.attention.base import Capabilities, TileGradients, TileResult
 from engine.planning.visibility.mask import Band
 
 

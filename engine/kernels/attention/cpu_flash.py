@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import (
+from engine.kernels.attention.base import (
     Capabilities,
     LibraryKernel,
     TileGradients,
     TileResult,
 )
-from engine.attention.kernels.reference import band_bias
+from engine.kernels.attention.reference import band_bias
 from engine.planning.visibility.mask import Band, row_strips
 
 STRIP_ROWS = 512

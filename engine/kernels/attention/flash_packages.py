@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import (
+from engine.kernels.attention.base import (
     ON_CUDA,
     KernelRequest,
     LibraryKernel,
     TileGradients,
     TileResult,
 )
-from engine.attention.kernels.cuda import flash2_problem, window_calls, window_of
+from engine.kernels.attention.cuda import flash2_problem, window_calls, window_of
 from engine.planning.visibility.mask import Band
 
 

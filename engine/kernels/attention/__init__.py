@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.kernels.base import KernelRequest, TileKernel
-from engine.attention.kernels.choice import KERNELS, KernelChoice, choose
-from engine.attention.kernels.trial import trial_problem
 from engine.config.settings import KernelName
+from engine.kernels.attention.base import KernelRequest, TileKernel
+from engine.kernels.attention.choice import KERNELS, KernelChoice, choose
+from engine.kernels.attention.trial import trial_problem
 
 __all__ = ["KERNELS", "KernelChoice", "TileKernel", "settle_kernel"]
 

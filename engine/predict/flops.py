@@ -93,7 +93,7 @@ def step_flops(
 
     `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What backward
     computes again, parameters of matmuls (summed over layers) and pairs, depends on the checkpoint policies
-    (`engine.planning.memory.cost`); of the head nothing: the loss computes its logits once.
+    (`engine.predict.policy_cost`); of the head nothing: the loss computes its logits once.
     """
     tokens = seq_len * sequences
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)

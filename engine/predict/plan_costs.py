@@ -10,7 +10,7 @@ from engine.planning.visibility.mask import Band
 
 # FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
 # Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
-# products, of which the recomputed one is not in the model FLOPs of `engine.planning.time.flops`.
+# products, of which the recomputed one is not in the model FLOPs of `engine.predict.flops`.
 FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
 
 
