@@ -27,7 +27,7 @@ from engine.config.errors import BurstError
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig
 
-POLICIES = "none,full,seq_fraction:kept_fraction=0.5,attn_out,attn_out_every:every_layers=4"
+POLICIES = "none,full,seq_fraction:saved_fraction=0.5,attn_out,attn_out_every:every_layers=4"
 
 
 def main(argv: Sequence[str]) -> int:

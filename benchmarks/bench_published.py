@@ -98,7 +98,7 @@ class Row:
         return self.model.startswith("attention")
 
     @property
-    def fitted(self) -> bool:
+    def scaled_down(self) -> bool:
         """Whether a constant was chosen by it."""
         return (self.model, self.method, self.seq_len) in FITTED
 
@@ -195,14 +195,14 @@ def compare(rows: Sequence[Row], predict: Predict | None) -> dict[str, Any]:
         ratios = {"time_ratio": row.speed / row.predicted_speed(), "peak_ratio": None}  # predicted over published
         if row.peak_gb and predict:
             ratios["peak_ratio"] = row.predicted_gb(predict) / row.peak_gb
-        found.append({**asdict(row), "fitted": row.fitted, "peak_unlike": row.unlike, **ratios})
+        found.append({**asdict(row), "scaled_down": row.scaled_down, "peak_unlike": row.unlike, **ratios})
         print(_line(found[-1]), flush=True)
     time = {
         name: _median_error([one["time_ratio"] for one in found if of(one)])
         for name, of in (
             ("all", lambda one: True),
-            ("fitted", lambda one: one["fitted"]),
-            ("not fitted", lambda one: not one["fitted"]),
+            ("scaled_down", lambda one: one["scaled_down"]),
+            ("not scaled_down", lambda one: not one["scaled_down"]),
         )
     }
     peaks = {
@@ -211,7 +211,7 @@ def compare(rows: Sequence[Row], predict: Predict | None) -> dict[str, Any]:
     }
     return {
         "benchmark": "published",
-        "fitted": [{"row": list(row), "constant": constant} for row, constant in FITTED.items()],
+        "scaled_down": [{"row": list(row), "constant": constant} for row, constant in FITTED.items()],
         "rows": found,
         "median_time_error": time,
         "median_peak_error": {name: _median_error(ratios) for name, ratios in peaks.items() if ratios},
@@ -238,7 +238,7 @@ def _median_error(ratios: Sequence[float]) -> float:
 
 def _line(row: dict[str, Any]) -> str:
     peak = f"{row['peak_ratio']:.2f}" if row["peak_ratio"] else ""
-    mark = "fitted" if row["fitted"] else row["peak_unlike"] or "" if peak else ""
+    mark = "scaled_down" if row["scaled_down"] else row["peak_unlike"] or "" if peak else ""
     place = f"{row['model']} | {row['seq_len']:,} | {row['gpus']} {row['hardware'].removeprefix('8x')}"
     return f"| {place} | {row['method']} | {row['time_ratio']:.2f} | {peak} | {mark} |"
 

@@ -36,7 +36,7 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-_PLUGINS = ("needs", "skip_rule", "pace", "covering", "testbed_fixture", "command_line")
+_PLUGINS = ("needs", "skip_rule", "pace", "covering", "testbed_fixture", "command_line", "golden")
 pytest_plugins = tuple(f"testkit.{name}" for name in _PLUGINS)
 
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.tiles import BACKWARD_OVER_FORWARD, device_inputs, forward_f
 from benchmarks.gpu.timing import time_call
 from engine.bench.measure import Timing
 from engine.bench.spec import HeadShape
-from engine.kernels.attention import settle_kernel
+from engine.kernels.attention import select_kernel
 from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band
@@ -155,7 +155,7 @@ def _case(
     preset: str, nodes: int, ranks: int, block: int, heads: Sequence[int], head_dim: int, device: torch.device
 ) -> tuple[RingCase, TileKernel]:
     shape = HeadShape(heads[0], heads[1], head_dim)
-    kernel = settle_kernel("auto", device, torch.bfloat16, head_dim).kernel
+    kernel = select_kernel("auto", device, torch.bfloat16, head_dim).kernel
     return RingCase(preset, ranks, nodes, block, shape), kernel  # type: ignore[arg-type]
 
 

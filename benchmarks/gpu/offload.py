@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import measure_in_turn
-from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
+from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import synchronize
 from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig
 from engine.device.host_memory import host_empty
-from engine.kernels.attention import settle_kernel
+from engine.kernels.attention import select_kernel
 from engine.optim.adamw import build_optimizer, square_sum
 from engine.planning.program.ops import Channel
 from engine.planning.visibility.mask import Band
@@ -158,7 +158,7 @@ def matmul_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], objec
 
 def attention_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], object]:
     """The forward pass of one causal tile with the kernel that a run would take."""
-    kernel = settle_kernel("auto", device, torch.bfloat16, 128).kernel
+    kernel = select_kernel("auto", device, torch.bfloat16, 128).kernel
     q, k, v = (torch.randn(sizes.attention_rows, 8, 128, device=device).to(torch.bfloat16) for _ in range(3))
     rows = sizes.attention_rows
     return lambda: kernel.forward(q, k, v, Band(0, rows, 0, rows, low=0))
@@ -174,11 +174,11 @@ def bench_store(device: torch.device, sizes: OffloadSizes) -> list[Row]:
     host = host_store(device)
 
     def step(store: ActivationStore, work: Callable[[], object] = work) -> None:
-        entries: list[Kept] = []
+        entries: list[SavedTensors] = []
         for layer in range(sizes.layers):
             work()
             entries.append(
-                store.keep([torch.full((sizes.layer_bytes,), layer % 256, dtype=torch.uint8, device=device)])
+                store.save([torch.full((sizes.layer_bytes,), layer % 256, dtype=torch.uint8, device=device)])
             )
         while entries:
             kept = entries.pop()
@@ -190,7 +190,7 @@ def bench_store(device: torch.device, sizes: OffloadSizes) -> list[Row]:
 
     def copies() -> None:
         step(host, lambda: None)
-        host.settle()
+        host.wait_pending()
 
     variants = {"host": lambda: step(host), "device": lambda: step(DeviceStore()), "copies": copies}
     found = measure_in_turn(variants, device, sizes.rounds)
@@ -206,7 +206,7 @@ def _timed_step(store: HostStore[Any], step: Callable[[], None], device: torch.d
     synchronize(device)
     store.times.start()
     step()
-    store.settle()
+    store.wait_pending()
     synchronize(device)
     return store.times.read()
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.tiles import device_inputs
 from benchmarks.gpu.timing import time_call
-from engine.attention.library import leave_multiprocessors
+from engine.attention.library import set_sm_carveout
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
     DistributedTransport,
@@ -32,7 +32,7 @@ from engine.attention.transport import (
 )
 from engine.bench.spec import HeadShape
 from engine.distributed.mesh import read_placement, start_process_group
-from engine.kernels.attention import settle_kernel
+from engine.kernels.attention import select_kernel
 from engine.kernels.attention.base import TileGradients
 from engine.planning.program.ops import Channel
 from engine.planning.topology import Topology
@@ -49,27 +49,27 @@ class OverlapSizes:
     tile_tokens: int = 16384
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
-    message_sms: tuple[int, ...] = (16, 8)
+    comm_sms: tuple[int, ...] = (16, 8)
     max_connections: tuple[int, ...] = (1, 8, 32)
     expected_s: float = 10.0
     weight: float = 4.0
 
 
-SMALL = OverlapSizes((1 << 16,), 128, (4, 2), 16, message_sms=(2,), max_connections=(), expected_s=1.0)
+SMALL = OverlapSizes((1 << 16,), 128, (4, 2), 16, comm_sms=(2,), max_connections=(), expected_s=1.0)
 
 
 def plan(sizes: OverlapSizes) -> Part:
     """As a launch leaves it; then with multiprocessors left free; then with other numbers of hardware queues."""
     tried: list[tuple[str, int | None, int | None]] = [("as launched", None, None)]
-    tried += [(f"{count} multiprocessors left free", count, None) for count in sizes.message_sms]
+    tried += [(f"{count} multiprocessors left free", count, None) for count in sizes.comm_sms]
     tried += [(f"CUDA_DEVICE_MAX_CONNECTIONS={count}", None, count) for count in sizes.max_connections]
     title = "Messages beside a tile"
     return Part("overlap", title, sizes.weight, tuple(_measurement(sizes, *one) for one in tried))
 
 
-def _measurement(sizes: OverlapSizes, label: str, message_sms: int | None, max_connections: int | None) -> Measurement:
+def _measurement(sizes: OverlapSizes, label: str, comm_sms: int | None, max_connections: int | None) -> Measurement:
     settings: Row = {"message_bytes": list(sizes.message_bytes), "tile_tokens": sizes.tile_tokens}
-    settings |= {"heads": list(sizes.heads), "head_dim": sizes.head_dim, "message_sms": message_sms}
+    settings |= {"heads": list(sizes.heads), "head_dim": sizes.head_dim, "comm_sms": comm_sms}
     settings["max_connections"] = max_connections
     environment = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}  # as launches set it
     if max_connections is not None:
@@ -84,14 +84,14 @@ def measure(
     tile_tokens: int,
     heads: Sequence[int],
     head_dim: int,
-    message_sms: int | None,
+    comm_sms: int | None,
     max_connections: int | None,
 ) -> list[Row]:
     """One row per size of message."""
     start_process_group(device, read_placement({}))
-    leave_multiprocessors(message_sms)
+    set_sm_carveout(comm_sms)
     tile, name = _tile(device, tile_tokens, HeadShape(heads[0], heads[1], head_dim))
-    transport = _transport(device, message_sms)
+    transport = _transport(device, comm_sms)
     tile_s = time_call(tile, device).median_s
     rows = []
     for size in message_bytes:
@@ -105,7 +105,7 @@ def measure(
 
         wire_s = time_call(lambda step=step: step(lambda: None), device).median_s  # type: ignore[misc]
         both_s = time_call(lambda step=step: step(tile), device).median_s  # type: ignore[misc]
-        row: Row = {"message_bytes": size, "message_sms": message_sms, "max_connections": max_connections}
+        row: Row = {"message_bytes": size, "comm_sms": comm_sms, "max_connections": max_connections}
         row |= {"kernel": name, "tile_tokens": tile_tokens, "tile_s": tile_s, "wire_s": wire_s, "both_s": both_s}
         exposed_s = max(0.0, both_s - tile_s)
         rows.append(row | {"exposed_s": exposed_s, "exposed_share": exposed_s / wire_s})
@@ -114,7 +114,7 @@ def measure(
 
 def _tile(device: torch.device, rows: int, shape: HeadShape) -> tuple[Callable[[], object], str]:
     """(forward and backward of a causal tile, its kernel's name)."""
-    kernel = settle_kernel("auto", device, torch.bfloat16, shape.head_dim).kernel
+    kernel = select_kernel("auto", device, torch.bfloat16, shape.head_dim).kernel
     q, k, v, dout = device_inputs(shape, rows, device)
     band = Band(0, rows, 0, rows, low=0)
     out, lse = kernel.forward(q, k, v, band)
@@ -122,11 +122,11 @@ def _tile(device: torch.device, rows: int, shape: HeadShape) -> tuple[Callable[[
     return lambda: (kernel.forward(q, k, v, band), kernel.backward(grads, q, k, v, band)), kernel.name
 
 
-def _transport(device: torch.device, message_sms: int | None) -> Transport:
+def _transport(device: torch.device, comm_sms: int | None) -> Transport:
     if device.type == "cpu":
         return DistributedTransport({}, (0,), Topology(1, 1), 0)
     channels = (Channel.PAYLOAD_INNER,)
-    groups = make_channel_groups([(0,)], 0, channels, TIMEOUT, device, message_sms)
+    groups = make_channel_groups([(0,)], 0, channels, TIMEOUT, device, comm_sms)
     return StreamTransport(CudaStreams(device), GroupMessenger(groups, (0,)), Meter(Topology(1, 1), 0))
 
 

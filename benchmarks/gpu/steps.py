@@ -33,7 +33,7 @@ from engine.planning.topology import Topology
 from engine.predict.flops import attention_pairs, count_parameters, step_flops
 from engine.predict.memory import Hardware, Predict, capacity_of
 from engine.predict.policy_cost import policy_cost
-from engine.resolve.memory import settle_memory
+from engine.resolve.memory import resolve_memory
 from engine.resolve.rules import check_config
 from engine.runs.record import policy_name
 from engine.training.metrics import peak_pinned_bytes
@@ -188,7 +188,7 @@ def choose_policy(whole: RunConfig, device_name: str, predict: Predict, hardware
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity, predict)
+            choice = resolve_memory(config, ALONE, capacity, predict)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))

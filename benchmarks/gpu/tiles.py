@@ -15,7 +15,7 @@ from benchmarks.gpu.timing import time_call
 from engine.bench.attention import global_inputs
 from engine.bench.spec import HeadShape
 from engine.config.errors import ConfigError
-from engine.kernels.attention import KERNELS, settle_kernel
+from engine.kernels.attention import KERNELS, select_kernel
 from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.planning.visibility.mask import Band
 from engine.predict.flops import attention_pairs
@@ -45,7 +45,7 @@ def kernel_reasons(device: torch.device, head_dim: int) -> dict[str, str | None]
     reasons: dict[str, str | None] = {}
     for name in KERNELS:
         try:
-            settle_kernel(name, device, torch.bfloat16, head_dim)
+            select_kernel(name, device, torch.bfloat16, head_dim)
             reasons[name] = None
         except ConfigError as error:
             reasons[name] = " ".join(str(error).split())
@@ -96,7 +96,7 @@ def measure(
     device: torch.device, kernel: str, mask: str, seq_len: int, heads: Sequence[int], head_dim: int
 ) -> list[Row]:
     """One row."""
-    chosen = settle_kernel(kernel, device, torch.bfloat16, head_dim).kernel  # type: ignore[arg-type]
+    chosen = select_kernel(kernel, device, torch.bfloat16, head_dim).kernel  # type: ignore[arg-type]
     shape = HeadShape(heads[0], heads[1], head_dim)
     q, k, v, dout = device_inputs(shape, seq_len, device)
     return [_measure_band(chosen, mask, (q, k, v, dout), device)]

@@ -20,7 +20,7 @@ class MemoryCell:
     """Policies of one model at one length, whose steps one group of ranks runs in turn.
 
     `policies` are points, NAME[:FIELD=VALUE]...: activation_checkpoint, and fields of the configuration group `memory`,
-    as in seq_fraction:kept_fraction=0.25. `preset` is a point of attention.
+    as in seq_fraction:saved_fraction=0.25. `preset` is a point of attention.
     """
 
     policies: tuple[str, ...]
@@ -60,13 +60,13 @@ class MemoryCell:
         """Bytes that all layers of a rank keep for backward, by the table of policies; None where one keeps everything.
 
         x is the layer's input, `results` attention's out and lse: full x, attn_out x + results, seq_fraction
-        x + kept_fraction * results, attn_out_every results and every k-th x.
+        x + saved_fraction * results, attn_out_every results and every k-th x.
         """
         model, memory = self.model, read_memory(policy)
         item = 2 if self.dtype == "bfloat16" else 4
         x = local_tokens * model.hidden_size * item
         results = local_tokens * model.num_heads * (model.head_dim * item + LSE_BYTES)
-        shares = {"full": 0.0, "seq_fraction": memory.kept_fraction, "attn_out": 1.0, "attn_out_every": 1.0}
+        shares = {"full": 0.0, "seq_fraction": memory.saved_fraction, "attn_out": 1.0, "attn_out_every": 1.0}
         layers = layer_policies(memory, model.num_layers)
         if any(layer.kind == "none" for layer in layers):
             return None

@@ -55,8 +55,8 @@ class PolicyRun:
     def count_bytes(self, batch: Batch) -> dict[str, int]:
         """Peak of live tensors over a whole step, and what its forward pass keeps; of the busiest rank. Collective.
 
-        Kept is what lives behind the layers beyond what lives there in a pass without gradients: weights, buffers of
-        the communication and the last layer's output are the same in both.
+        Saved is what is alive after the layers beyond what is alive there in a pass without gradients: weights, buffers
+        of the communication and the last layer's output are the same in both.
         """
         model = self.train_step.model
         samples: list[int] = []

@@ -11,7 +11,7 @@ from benchmarks.memory.cell import MemoryCell, read_memory
 from engine.runs.figures import DASH, binary_bytes, percent
 
 Row = dict[str, Any]
-MAX_EXTRA_RATIO = 0.5  # of seq_fraction:kept_fraction=0.5 to full, in time beyond none
+MAX_EXTRA_RATIO = 0.5  # of seq_fraction:saved_fraction=0.5 to full, in time beyond none
 SHARE_TOLERANCE = 0.02
 KEPT_TOLERANCE = 1.01  # a few scalars live besides what is kept
 
@@ -74,11 +74,11 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
             tiles = attention["recomputed_tiles"]
             wanted.append(("attention tiles computed again", tiles, tiles == 0))
         if kind == "seq_fraction":
-            share, ideal = attention["recomputed_share"], (1.0 - memory.kept_fraction) ** 2
+            share, ideal = attention["recomputed_share"], (1.0 - memory.saved_fraction) ** 2
             close = abs(share - ideal) <= SHARE_TOLERANCE * ideal
             wanted.append((f"attention computed again, of causal (promised {ideal:.3g})", share, close))
         ratio = row["extra_over_full"]
-        if kind == "seq_fraction" and memory.kept_fraction == 0.5 and row["seq_len"] == longest and ratio is not None:
+        if kind == "seq_fraction" and memory.saved_fraction == 0.5 and row["seq_len"] == longest and ratio is not None:
             wanted.append(
                 (f"extra time over that of full (at most {MAX_EXTRA_RATIO})", ratio, ratio <= MAX_EXTRA_RATIO)
             )

@@ -102,12 +102,12 @@ def _check_continuation(config: RunConfig) -> None:
 
 
 def _settled_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool) -> MemoryCheck:
-    """The check of memory, with memory=auto settled, of a configuration that knows its ranks.
+    """The check of memory, with memory=auto resolved, of a configuration that knows its ranks.
 
     Raises ConfigError, also for rules that only now apply.
     """
     check_config(config)  # once more: the number of ranks is known only now
-    return check_memory(planner.settle_attention(config), planner, force=force)
+    return check_memory(planner.resolve_attention_choice(config), planner, force=force)
 
 
 def _with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
@@ -115,20 +115,20 @@ def _with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
 
     But not by a measured profile, which lies here: they get the method, and its figures.
     """
-    settled, given = replace(config, memory=memory.config.memory), config.cluster.machine
+    resolved, given = replace(config, memory=memory.config.memory), config.cluster.machine
     if not given.name.endswith(".json"):
-        return settled
+        return resolved
     machine = find_machine(given.name)
     rates = tuple(f"{name}={float(getattr(machine, name))!r}" for name in (*machine_fields(), "shared_nic"))
     measured = replace(given, name="cpu" if machine.is_cpu else "auto", rates=(*rates, *given.rates))
     cluster = replace(config.cluster, machine=measured)
-    return replace(settled, attention=memory.config.attention, cluster=cluster)
+    return replace(resolved, attention=memory.config.attention, cluster=cluster)
 
 
 def _expected_time(
     config: RunConfig, planner: MemoryPlanner, start_s: float | None, *, is_patient: bool
 ) -> tuple[str, ...]:
-    """What to say of the time that settled `config` takes, or nothing where it cannot be told.
+    """What to say of the time that resolved `config` takes, or nothing where it cannot be told.
 
     Raises ConfigError where a step on CPUs takes longer than MOST_STEP_S, unless `is_patient`.
     """

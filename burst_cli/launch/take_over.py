@@ -62,15 +62,15 @@ def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunSta
     state = str(run.read_state()["state"])
     if state in ("starting", "running"):
         render.say(console, Text(f"asking the nodes of {run.exp}/{run.run_id}", style="dim"))
-        settled = ask(run)
-        if settled.controller is not None:
-            raise ControllerBusyError(run, settled.controller)
-        if settled.problem is not None and not settled.is_final:
+        resolved = ask(run)
+        if resolved.controller is not None:
+            raise ControllerBusyError(run, resolved.controller)
+        if resolved.problem is not None and not resolved.is_final:
             raise UnknownRunError(
-                f"Run {run.run_id} may live or not: {settled.problem}. Try again when its nodes can be "
+                f"Run {run.run_id} may live or not: {resolved.problem}. Try again when its nodes can be "
                 f"reached, or stop what can be reached with `burst cancel {run.run_id}`."
             )
-        state = settled.state
+        state = resolved.state
     document = run.read_state()
     if state == "completed":
         return "done"

@@ -20,7 +20,7 @@ from engine.predict.memory import capacity_of, configured_device, find_hardware,
 from engine.predict.step_time import predict_step
 from engine.resolve.auto import Candidate as RankedMethod
 from engine.resolve.auto import resolve_auto
-from engine.resolve.memory import settle_memory
+from engine.resolve.memory import resolve_memory
 from engine.resolve.recommend import Adviser, Recommendation
 
 
@@ -37,7 +37,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration that can run, settled; `world`: all its ranks.
+    """A configuration that can run, resolved; `world`: all its ranks.
 
     ranking   what attention=auto chose from, best first
     presets   all of them under the same memory policy, where that was asked for
@@ -166,7 +166,7 @@ def plan_one(
     attention = resolve_auto(asked, sequence_topology(asked, world), machine)
     if has_memory:
         announce()
-    choice = settle_memory(attention.config, world, capacity, predict, machine)
+    choice = resolve_memory(attention.config, world, capacity, predict, machine)
     memory, advice = None, None
     if has_memory:
         memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)

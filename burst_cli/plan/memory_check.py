@@ -45,7 +45,7 @@ class MemoryPlanner:
     predictor: Predict | None = None
     timer: PredictStep | None = None
 
-    def settle_attention(self, config: RunConfig) -> RunConfig:
+    def resolve_attention_choice(self, config: RunConfig) -> RunConfig:
         """The method in place of attention=auto, as the ranks will settle it: by the name of their device."""
         if config.attention.preset != "auto":
             return config
@@ -185,9 +185,9 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
     try:
         capacity = planner.capacity(config)
         if is_open:
-            from engine.resolve.memory import settle_memory
+            from engine.resolve.memory import resolve_memory
 
-            choice = settle_memory(config, world, capacity, planner.predict)
+            choice = resolve_memory(config, world, capacity, planner.predict)
     except ConfigError as error:
         if is_open:
             raise
@@ -281,8 +281,8 @@ def estimate(config: RunConfig, planner: MemoryPlanner, start_s: float | None = 
 
     None where the ranks are not known, or a step cannot be predicted.
     """
-    ranks, settled = config.cluster.world_size, with_attention(config, planner)
-    step = None if settled is None else planner.predict_time(settled)
+    ranks, resolved = config.cluster.world_size, with_attention(config, planner)
+    step = None if resolved is None else planner.predict_time(resolved)
     if ranks is None or step is None:
         return None
     seconds = (start_s or 0.0) + config.train.steps * step.seconds
@@ -291,10 +291,10 @@ def estimate(config: RunConfig, planner: MemoryPlanner, start_s: float | None = 
 
 
 def with_attention(config: RunConfig, planner: MemoryPlanner) -> RunConfig | None:
-    """With attention=auto settled; None where the ranks are not known, or no method suits them."""
+    """With attention=auto resolved; None where the ranks are not known, or no method suits them."""
     if config.cluster.world_size is None:
         return None
     try:
-        return planner.settle_attention(config)
+        return planner.resolve_attention_choice(config)
     except (ConfigError, RunError):
         return None

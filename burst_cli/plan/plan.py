@@ -13,6 +13,7 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.outputs import PICTURES, check_output, write_figure
 from burst_cli.plan import candidates as planning
 from burst_cli.plan.table import answer_view, details_view
+from burst_cli.plan.trace import trace_rank, trace_to_dict, trace_view
 
 app = new_verb()
 
@@ -44,6 +45,16 @@ MemoryByOption = Annotated[
 PriceOption = Annotated[
     float | None, typer.Option("--price", min=0, max=1e9, help="Of one device hour, for the cost of the run.")
 ]
+TraceOption = Annotated[
+    int | None,
+    typer.Option(
+        "--trace",
+        metavar="RANK",
+        min=0,
+        help="Instead of the answer, what this rank of those that share a sequence sends, receives and computes in the "
+        "attention of layer 0, step by step.",
+    ),
+]
 DetailsOption = Annotated[
     bool, typer.Option("--details", help="All of it: steps, bytes, buffers, memory by component, what was chosen from.")
 ]
@@ -66,6 +77,7 @@ def plan(
     device: DeviceOption = None,
     memory_by: MemoryByOption = "exact",
     price: PriceOption = None,
+    trace: TraceOption = None,
     details: DetailsOption = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -83,6 +95,8 @@ def plan(
         all methods side by side: seconds, memory, why one is not legal
     burst plan exp=tiny --device cpu --picture plan.svg
         a picture of who computes and sends when
+    burst plan exp=tiny attention=burst --ranks 4 --nodes 2 --trace 0
+        what rank 0 does, step by step
 
     In the details attention is shown per layer, of the ranks that share one sequence. Balance is the work of the
     busiest rank over the mean: 1 is perfect. Exposed is the time that communication adds to the computation.
@@ -94,9 +108,17 @@ def plan(
     device, placed = planning.placement(device, ranks, nodes)
     settings, dirs = [*(overrides or []), *placed], config_dir or []
     console = render.stdout()
+    has_memory = memory_by == "exact" and trace is None
     found = planning.plan_one(
-        settings, dirs, device=device, has_memory=memory_by == "exact", has_presets=details, announce=_announce
+        settings, dirs, device=device, has_memory=has_memory, has_presets=details, announce=_announce
     )
+    if trace is not None:
+        steps = trace_rank(found, trace)
+        if as_json:
+            render.emit_json(trace_to_dict(trace, steps))
+        else:
+            render.say(console, trace_view(found, trace, steps))
+        return 0
     if picture is not None:
         from burst_cli.plan.schedule_picture import schedule_figure
 

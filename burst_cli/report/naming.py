@@ -16,7 +16,7 @@ _VALUE_CHARACTERS = 40
 _MOST_SETTINGS = 3  # in a table; a curve that differs by more is named by its run
 # Settings that a report shows in columns or titles already, and those that change no figure.
 _SHOWN = ("exp", "attention.preset", "train.seq_len", "data.", "cluster.", "memory.device_bytes", "memory.host_bytes")
-_POLICY = ("activation_", "checkpoint_layers", "kept_fraction", "every_layers", "host_layers", "tile_tokens")
+_POLICY = ("activation_", "checkpoint_layers", "saved_fraction", "every_layers", "host_layers", "tile_tokens")
 _WITHOUT_EFFECT = ("train.checkpoint.", "train.tensorboard", "train.profile", "train.peak_flops_per_device")
 _UNNAMED = (*_SHOWN, *(f"memory.{name}" for name in (*_POLICY, "optimizer_store")), *_WITHOUT_EFFECT)
 # What changes losses, but not how long a step takes or how much memory it needs.

@@ -135,7 +135,7 @@ def build_sweep(
     check_axes(axes)
     cells: dict[str, Cell] = {}
     for words, values in cells_of(axes):
-        cell = _settled(words, values, compose, judge)
+        cell = _resolved(words, values, compose, judge)
         cells.setdefault(cell.cell_id, cell)
     digest = _digest(sorted(cells))[:8]
     sweep_id = f"{name}-{digest}" if name else digest
@@ -160,7 +160,7 @@ def check_legal(plan: SweepPlan, *, skip_illegal: bool) -> None:
     raise ConfigError([*texts, f"{count}; nothing was started. Leave these values out, or add --skip-illegal"])
 
 
-def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, judge: LaunchJudge) -> Cell:
+def _resolved(words: tuple[str, ...], values: dict[str, str], compose: Compose, judge: LaunchJudge) -> Cell:
     """A cell with its configuration, or with the reasons why it has none."""
     try:
         config = compose(words)
@@ -218,11 +218,11 @@ class LaunchJudge:
         """The first sentence of what a launch would refuse with; None where machines are not known yet."""
         if self.force or not runner_for(config.cluster).is_here:
             return None
-        settled = with_attention(config, self.planner)
-        if settled is None:
+        resolved = with_attention(config, self.planner)
+        if resolved is None:
             return None
         try:
-            problems = check_memory(settled, self.planner, force=True).problems
+            problems = check_memory(resolved, self.planner, force=True).problems
         except (ConfigError, RunError):
             return None  # the launch of the cell says it better, and it is that cell's result
         return problems[0] if problems else None

@@ -30,43 +30,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
-from engine.activations.layer_call import LayerCall, LayerManner
+from engine.activations.layer_call import LayerCall, LayerExecution
 from engine.activations.saved import offloaded
-from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept
+from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors
 from engine.attention.runtime import ForwardPass, PlannedAttention
 from engine.model.dropout import Dropout
 from engine.model.llama import AttentionFn, LlamaModel, TransformerBlock
 
 
-def apply_policies(model: LlamaModel, manners: Sequence[LayerManner]) -> None:
-    """Makes every layer run in its manner, in place.
+def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> None:
+    """Makes every layer run in its execution, in place.
 
     Layers must then be given attention with a `runtime` (`engine.attention.runtime.PlannedAttention`), but for those
     that keep everything and are not tiled.
     """
-    model.activation_store = manners[0].store
-    for layer, manner in zip(model.layers, manners, strict=True):
+    model.activation_store = executions[0].store
+    for layer, execution in zip(model.layers, executions, strict=True):
         assert isinstance(layer, TransformerBlock)
-        run = run_of(layer, manner)
+        run = run_of(layer, execution)
         if run is not None:
             # On the instance, inside FSDP's hooks: weights are gathered before forward and before backward.
             layer.forward = run  # type: ignore[method-assign]
-    for layer, before, manner in zip(model.layers[1:], manners, manners[1:], strict=False):
-        if isinstance(before.store, HostStore) and manner.store is not before.store:
-            layer.register_forward_hook(functools.partial(_settle, before.store))
+    for layer, before, execution in zip(model.layers[1:], executions, executions[1:], strict=False):
+        if isinstance(before.store, HostStore) and execution.store is not before.store:
+            layer.register_forward_hook(functools.partial(_wait_pending, before.store))
 
 
-def _settle(store: HostStore[Any], *_: Any) -> None:
+def _wait_pending(store: HostStore[Any], *_: Any) -> None:
     """After the first layer that keeps on the device: copies of those before had its time, and need no memory more."""
-    store.settle()
+    store.wait_pending()
 
 
-def run_of(layer: TransformerBlock, manner: LayerManner) -> Callable[..., Tensor] | None:
+def run_of(layer: TransformerBlock, execution: LayerExecution) -> Callable[..., Tensor] | None:
     """What replaces the layer's forward; None: nothing does."""
-    if manner.policy.kind != "none" or manner.tile_tokens is not None:
-        return torch.compiler.disable(functools.partial(_run_layer, layer, manner))  # type: ignore[no-untyped-call, no-any-return]
-    if isinstance(manner.store, HostStore):
-        return functools.partial(_run_offloaded, layer, layer.forward, manner.store)
+    if execution.policy.kind != "none" or execution.tile_tokens is not None:
+        return torch.compiler.disable(functools.partial(_run_layer, layer, execution))  # type: ignore[no-untyped-call, no-any-return]
+    if isinstance(execution.store, HostStore):
+        return functools.partial(_run_offloaded, layer, layer.forward, execution.store)
     return None
 
 
@@ -88,16 +88,16 @@ def _run_offloaded(
 
 def _run_layer(
     layer: TransformerBlock,
-    manner: LayerManner,
+    execution: LayerExecution,
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
     attention: Any,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """TransformerBlock.forward in a manner."""
+    """TransformerBlock.forward in a execution."""
     function = attention if isinstance(attention, PlannedAttention) else PlannedAttention(attention.runtime)
-    call = LayerCall(layer, manner, cos, sin, function.runtime, hidden.device, dropout)
+    call = LayerCall(layer, execution, cos, sin, function.runtime, hidden.device, dropout)
     group = _group_of(call, function.forward_pass) if torch.is_grad_enabled() else None
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     out: Tensor = _LayerFunction.apply(call, group, hidden, *parameters)  # type: ignore[no-untyped-call]
@@ -109,9 +109,9 @@ class _Link:
 
     def __init__(self, call: LayerCall, tensors: dict[str, Tensor]) -> None:
         # What plans leave in host memory lies where it belongs.
-        store = DeviceStore() if call.runtime.on_host else call.manner.store
+        store = DeviceStore() if call.runtime.on_host else call.execution.store
         self.call, self._names = call, tuple(tensors)
-        self.kept: Kept = store.keep(list(tensors.values()))
+        self.kept: SavedTensors = store.save(list(tensors.values()))
 
     def fetch(self) -> dict[str, Tensor]:
         """What was kept, by name."""
@@ -143,7 +143,7 @@ class _Group:
 
 def _group_of(call: LayerCall, forward_pass: ForwardPass) -> _Group:
     """The group of a layer in this forward pass; the layer that keeps its input begins one."""
-    place = call.manner.policy.place
+    place = call.execution.policy.place
     if place == 0:
         forward_pass.group = _Group()
     group = forward_pass.group

@@ -19,7 +19,7 @@ from engine.planning.checkpoint_policy import LayerPolicy
 
 
 @dataclass(frozen=True)
-class LayerManner:
+class LayerExecution:
     """How one layer runs: what it keeps, where, and in tiles of how many rows (None: all at once).
 
     projects_once   backward keeps the graph of q, k and v, and with it the normed input, where making it anew costs
@@ -37,7 +37,7 @@ class LayerCall:
     """One call of a layer; holds no results."""
 
     layer: TransformerBlock
-    manner: LayerManner
+    execution: LayerExecution
     cos: Tensor
     sin: Tensor
     runtime: AttentionRuntime
@@ -46,9 +46,9 @@ class LayerCall:
 
     def tiles(self, hidden: Tensor) -> Iterator[slice]:
         """Row ranges of hidden [B, T, d]; one that leaves the rows as they are, without tiles."""
-        if self.manner.tile_tokens is None:
+        if self.execution.tile_tokens is None:
             return iter([slice(None)])
-        return spans(hidden.shape[1], self.manner.tile_tokens)
+        return spans(hidden.shape[1], self.execution.tile_tokens)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class LayerCall:
         stores: list[Tensor] = []
         for rows in self.tiles(hidden):
             parts = self.layer.project(hidden_rows(hidden, rows, self.device), self.cos[rows], self.sin[rows])
-            if self.manner.tile_tokens is None and not self.runtime.on_host:
+            if self.execution.tile_tokens is None and not self.runtime.on_host:
                 q, k, v = (fold(part).contiguous() for part in parts)
                 return q, k, v
             stores = stores or [self._store(part, hidden.shape[1]) for part in parts]
@@ -74,7 +74,7 @@ class LayerCall:
 
     def finish(self, hidden: Tensor, out: Tensor) -> Tensor:
         """The layer's output [B, T, d] of hidden [B, T, d] and attention's out."""
-        if self.manner.tile_tokens is None and hidden.device == out.device:
+        if self.execution.tile_tokens is None and hidden.device == out.device:
             return self.layer.finish(hidden, unfold(out, hidden.shape[0]), dropout=self.dropout)
         result = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
         for rows in self.tiles(hidden):
@@ -85,7 +85,7 @@ class LayerCall:
 
     def to_keep(self, hidden: Tensor, out: Tensor, saved: SavedAttention) -> dict[str, Tensor]:
         """What the policy keeps, by name."""
-        policy = self.manner.policy
+        policy = self.execution.policy
         kept = {"hidden": self.runtime.stored(hidden.detach())} if policy.keeps_input else {}
         if policy.kind == "none":
             kept |= {name: getattr(saved, name) for name in ("q", "k", "v", "out", "lse")}
@@ -124,7 +124,7 @@ class LayerCall:
         kv_heads: those of k [T, kv_heads, D].
         """
         sums = _ParameterSums([parameter for parameter in self.layer.parameters() if parameter.requires_grad])
-        graph = self._graph_of_project(hidden, slice(None)) if self.manner.projects_once else None
+        graph = self._graph_of_project(hidden, slice(None)) if self.execution.projects_once else None
         attended = self.attended(hidden, kept, graph[1] if graph else None)
         dx, execution = self._through_finish(hidden, attended, dy, sums, kv_heads)
         del attended  # attention's backward pass needs less than all that was made again

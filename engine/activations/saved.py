@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.activations.store import ActivationStore, Kept
+from engine.activations.store import ActivationStore, SavedTensors
 from engine.device.host_memory import lies_in_host_memory
 
 MINIMUM_BYTES = 1 << 20  # on an accelerator a copy has a price of its own
@@ -34,7 +34,7 @@ def offloaded(store: ActivationStore, *, leave: Iterable[Tensor] = ()) -> Iterat
 class _View(NamedTuple):
     """A tensor in terms of the elements that were kept, in the order of their memory."""
 
-    kept: Kept
+    kept: SavedTensors
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -50,7 +50,7 @@ class _Known(NamedTuple):
     """Something that was kept before. The storage says whether its key still means the same memory."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    kept: weakref.ref[Kept]
+    kept: weakref.ref[SavedTensors]
 
 
 class _Packer:
@@ -72,7 +72,7 @@ class _Packer:
             elements = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
             return _View(self._kept(elements, tensor._version), tuple(tensor.shape), tensor.stride())
         elements = tensor.detach().contiguous()
-        return _View(self._store.keep([elements.view(-1)]), tuple(tensor.shape), elements.stride())
+        return _View(self._store.save([elements.view(-1)]), tuple(tensor.shape), elements.stride())
 
     def _stays(self, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
@@ -84,13 +84,13 @@ class _Packer:
             return True
         return id(storage) in self._left_ids or lies_in_host_memory(tensor)
 
-    def _kept(self, elements: Tensor, version: int) -> Kept:
+    def _kept(self, elements: Tensor, version: int) -> SavedTensors:
         storage = elements.untyped_storage()
         key = (id(storage), elements.storage_offset(), elements.numel(), elements.dtype, version)
         known = self._known.get(key)
         kept = known.kept() if known is not None and known.storage() is storage else None
         if kept is None:
-            kept = self._store.keep([elements])
+            kept = self._store.save([elements])
             self._known[key] = _Known(weakref.ref(storage), weakref.ref(kept))
         return kept
 

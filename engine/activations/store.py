@@ -35,7 +35,7 @@ from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, NoStreams, StreamOps
 from engine.config.errors import RunError
 from engine.device.host_memory import HostPool
-from engine.device.row_blocks import rehearses_accelerator
+from engine.device.row_blocks import is_fake_accelerator
 from engine.planning.program.ops import Channel
 
 Event = TypeVar("Event")
@@ -52,7 +52,7 @@ class ReleasedError(RunError, RuntimeError):
         )
 
 
-class Kept(Protocol):
+class SavedTensors(Protocol):
     """Some tensors in a store. Dropping it without `release` is fine."""
 
     def fetch(self) -> tuple[Tensor, ...]:
@@ -68,14 +68,14 @@ class Kept(Protocol):
 class ActivationStore(Protocol):
     """A place for what backward needs."""
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """Keeps the values of `tensors`, which must not be written afterwards; of views only the part they show."""
 
 
 class DeviceStore:
     """ActivationStore that leaves tensors where they are."""
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """See ActivationStore."""
         return _OnDevice(tuple(_own_memory(tensor) for tensor in tensors))
 
@@ -137,7 +137,7 @@ class HostStore(Generic[Event]):
     times              collects how long copies take and compute waits for them; None: bytes alone
 
     Its methods must run on the thread and stream that compute, one at a time. Whoever drops a store while loads may be
-    in flight calls `settle` first.
+    in flight calls `wait_pending` first.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class HostStore(Generic[Event]):
         self._take_back_dropped()
         return self.pool.in_use_bytes
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """See ActivationStore; tensors on the store's device. HostMemoryError beyond the pool's limit."""
         self._take_back_dropped()
         wrong = [tensor.device for tensor in tensors if tensor.device != self.device]
@@ -187,7 +187,7 @@ class HostStore(Generic[Event]):
         weakref.finalize(entry, self._dropped.append, contents).atexit = False
         return entry
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Makes the compute stream wait for all copies and loads that nobody waited for, and frees their memory."""
         self._take_back_dropped()
         for contents in tuple(self._flying):
@@ -196,7 +196,7 @@ class HostStore(Generic[Event]):
             self._forget_load(contents)
 
     def fetch(self, contents: _Contents[Event]) -> tuple[Tensor, ...]:
-        """For entries: see Kept. Begins the load of the entry before, unless `loads_ahead` others wait."""
+        """For entries: see SavedTensors. Begins the load of the entry before, unless `loads_ahead` others wait."""
         self._take_back_dropped()
         if contents.released:
             raise ReleasedError
@@ -267,7 +267,7 @@ class HostStore(Generic[Event]):
 
 
 class _OnHost(Generic[Event]):
-    """Kept of a HostStore."""
+    """SavedTensors of a HostStore."""
 
     def __init__(self, store: HostStore[Event], contents: _Contents[Event]) -> None:
         self._store, self._contents = store, contents
@@ -288,7 +288,7 @@ def host_store(device: torch.device, limit_bytes: int | None = None) -> HostStor
     if device.type == "cuda":
         streams = CudaStreams(device)
         return HostStore(device, streams, HostPool(limit_bytes, pinned=True), times=TransferTimes(streams))
-    if rehearses_accelerator():  # buffers as large as pinned ones
+    if is_fake_accelerator():  # buffers as large as pinned ones
         return HostStore(device, NoStreams(), HostPool(limit_bytes, pinned=True))
     return HostStore(device, NoStreams(), HostPool(limit_bytes), copies_in_flight=0, loads_ahead=0)
 

@@ -62,12 +62,12 @@ def open_transport(
     channels: Sequence[Channel] = tuple(Channel),
     timeout: timedelta,
     shares_device: bool = False,
-    message_sms: int | None = None,
+    comm_sms: int | None = None,
 ) -> Transport:
     """Channels of the group of `world_rank`. Collective: every rank of the world calls it with the same groups.
 
     channels        those that plans will use (see `channels_of`), the same on every rank
-    message_sms     see `make_channel_groups`
+    comm_sms     see `make_channel_groups`
     shares_device   several ranks use one GPU, which NCCL refuses; messages then go through host memory and gloo
     """
     own = next(ranks for ranks in cp_groups if world_rank in ranks)
@@ -75,7 +75,7 @@ def open_transport(
     messages_on = torch.device("cpu") if shares_device else device
     # A rank alone takes part too: torch counts groups on every rank, and counts that differ hang the next new_group.
     shared = [ranks for ranks in cp_groups if len(ranks) > 1]
-    groups = make_channel_groups(shared, world_rank, channels, timeout, messages_on, message_sms)
+    groups = make_channel_groups(shared, world_rank, channels, timeout, messages_on, comm_sms)
     if on_cpu:
         return DistributedTransport(groups, own, topology, rank)
     streams = CudaStreams(device)

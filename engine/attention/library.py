@@ -34,7 +34,7 @@ from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfi
 from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
-from engine.kernels.attention import KernelChoice, settle_kernel
+from engine.kernels.attention import KernelChoice, select_kernel
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
@@ -137,7 +137,7 @@ class ContextParallel:
         heads = HeadShape(num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim)
         device = torch.device(device) if device is not None else _default_device(group)
         axes_read = _read_axes(preset, axes)
-        places = _tell_everybody(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
+        places = _all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
         world_rank = dist.get_rank() if dist.is_initialized() else 0
         ranks = places[world_rank].ranks
         topology = _find_topology([places[rank].host for rank in ranks], nodes)
@@ -145,7 +145,7 @@ class ContextParallel:
         method = resolve_attention(config, topology, machine_of(config, places[ranks[0]].device))
         for text in warnings_of(method, topology):
             warnings.warn(text, stacklevel=2)
-        choice = settle_kernel(axes_read.kernel, device, dtype, head_dim)
+        choice = select_kernel(axes_read.kernel, device, dtype, head_dim)
         groups = sorted({place.ranks for place in places})
         # All ranks of the world must open the same channels, and other groups may lie, and so work, differently.
         channels = channels_of(method) if len(groups) == 1 else tuple(Channel)
@@ -161,10 +161,10 @@ class ContextParallel:
         Runs whose attentions work in turn on the same ranks may share a `transport` with all channels
         (`open_channels`).
         """
-        leave_multiprocessors(config.parallel.message_sms)
+        set_sm_carveout(config.parallel.comm_sms)
         topology, device = mesh.cp_topology, mesh.device
         config, method = _resolve(config, topology, device)
-        choice = settle_kernel(
+        choice = select_kernel(
             config.attention.kernel,
             device,
             getattr(torch, config.train.compute_dtype),
@@ -179,7 +179,7 @@ class ContextParallel:
         transport = transport or open_channels(config, mesh, channels_of(method))
         made = cls.of_group(config, AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel), method)
         made.device, made.kernel_choice = device, choice
-        made.meet_peers()
+        made.warm_up_connections()
         return made
 
     @classmethod
@@ -247,7 +247,7 @@ class ContextParallel:
         group = self.group
         if has_documents:
             name, head_dim = self.config.attention.kernel, self.heads.head_dim
-            kernel = settle_kernel(name, self.device, self.dtype, head_dim, documents=True).kernel
+            kernel = select_kernel(name, self.device, self.dtype, head_dim, documents=True).kernel
             group = replace(group, kernel=kernel)
         return build_context(group, layers, padded_length(seq_len, self.size), self)
 
@@ -327,7 +327,7 @@ class ContextParallel:
         """out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
         return self.run_context()(q, k, v)
 
-    def meet_peers(self) -> None:
+    def warm_up_connections(self) -> None:
         """Connects this rank with all that the plans send to or receive from, one number each, before a step is timed.
 
         All ranks of the group must call. Masks that depend on a batch's documents may still find others later.
@@ -347,7 +347,7 @@ class ContextParallel:
         self.group.transport.wait(range(len(ops)))
         self.reset_traffic()
 
-    def tell_waits_to(self, waits: WaitClock) -> None:
+    def set_wait_clock(self, waits: WaitClock) -> None:
         """From now on `waits` knows for which rank the host waits; on a GPU it waits for none."""
         self.group.transport.waits = waits
 
@@ -396,7 +396,7 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _tell_everybody(
+def _all_gather_rank_info(
     group: dist.ProcessGroup | None, device: torch.device, settings: tuple[object, ...]
 ) -> list[_Place]:
     """The places of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
@@ -447,7 +447,7 @@ def _find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:
     return Topology(len(hosts), 1)
 
 
-def leave_multiprocessors(count: int | None) -> None:
+def set_sm_carveout(count: int | None) -> None:
     """Matrix products and attention kernels that look at torch's setting leave so many multiprocessors of the GPU to
     messages: beside a kernel that takes all of them no message begins.
     """
@@ -465,7 +465,7 @@ def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = t
         channels=channels,
         timeout=step_timeout(config.cluster),
         shares_device=config.cluster.ranks_share_device,
-        message_sms=config.parallel.message_sms,
+        comm_sms=config.parallel.comm_sms,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.device.row_blocks import rehearses_accelerator, spans
+from engine.device.row_blocks import is_fake_accelerator, spans
 from engine.kernels.dispatch import uses_triton
 
 ROWS_PER_PASS = 1024  # bounds the fp32 temporary and keeps it in cache on CPU
@@ -29,7 +29,7 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
         kernels.merge_tile(out, lse, block_out, block_lse)
         return
-    if rehearses_accelerator():  # a rehearsal of that kernel, which allocates nothing
+    if is_fake_accelerator():  # a rehearsal of that kernel, which allocates nothing
         return
     if out.shape[0] <= ROWS_PER_PASS:
         _merge_rows(out, lse, block_out, block_lse)
@@ -73,7 +73,7 @@ def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
         return kernels.backward_stats(dout, out, lse)
     stats = torch.empty(*lse.shape, 2, dtype=lse.dtype, device=lse.device)
-    if rehearses_accelerator():
+    if is_fake_accelerator():
         return stats
     stats[..., 0] = lse
     for rows in spans(dout.shape[0], ROWS_PER_PASS):
@@ -90,7 +90,7 @@ def surrogate_out(dout: Tensor, stats: Tensor) -> Tensor:
         from engine.kernels import merge as kernels
 
         return kernels.surrogate_out(dout, stats)
-    if rehearses_accelerator():
+    if is_fake_accelerator():
         return torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     if dout.dtype == stats.dtype:
         return dout * stats[..., 1:]

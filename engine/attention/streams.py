@@ -21,7 +21,7 @@ and device overlap only because of it.
 Memory: tensors in flight belong to buffers that live until the plan's end, by which the compute stream has waited for
 every transfer; memory freed then goes back to the stream that it was allocated on, the compute stream, and is written
 only after those waits. So no `record_stream` is needed. If a run breaks off, its tensors stay referenced here until
-`settle` has made the compute stream wait for them.
+`wait_pending` has made the compute stream wait for them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class StreamTransport(Transport, Generic[Event]):
         """Start the transfers after what the compute stream has been given so far."""
         for op in ops:
             if op.tag in self._done:
-                self.settle()  # an earlier run broke off: the numbers begin anew
+                self.wait_pending()  # an earlier run broke off: the numbers begin anew
             self.meter.count(op)
             self._held[op.tag] = op
         ready = self._streams.record(None)
@@ -172,7 +172,7 @@ class StreamTransport(Transport, Generic[Event]):
                     self._streams.hold(None, event)
             del self._held[message]
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """After a run that broke off: hold the compute stream until its transfers are done, and forget them."""
         self.wait(tuple(self._done))
         self._held.clear()

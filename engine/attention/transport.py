@@ -213,11 +213,11 @@ def make_channel_groups(
     channels: Sequence[Channel],
     timeout: timedelta,
     device: torch.device | None = None,
-    message_sms: int | None = None,
+    comm_sms: int | None = None,
 ) -> dict[Channel, dist.ProcessGroup]:
     """Process groups of this rank, one per channel that leaves the rank. Collective: every rank of the world calls it,
     with the same lists. `device`: a GPU for NCCL groups, a CPU for gloo; None takes the default group's backend.
-    `message_sms`: so many multiprocessors an NCCL group uses at most; None: as it likes.
+    `comm_sms`: so many multiprocessors an NCCL group uses at most; None: as it likes.
 
     `timeout` must be given: a new group does not inherit the default group's and would wait 30 minutes for a dead
     peer.
@@ -232,7 +232,7 @@ def make_channel_groups(
                 list(ranks),
                 timeout=timeout,
                 backend=backend,
-                pg_options=_nccl_options(timeout, message_sms) if backend == "nccl" else None,
+                pg_options=_nccl_options(timeout, comm_sms) if backend == "nccl" else None,
                 group_desc=f"cp_{channel}",
             )
             if rank in ranks:
@@ -246,12 +246,12 @@ def make_channel_groups(
     return own
 
 
-def _nccl_options(timeout: timedelta, message_sms: int | None) -> Any:
+def _nccl_options(timeout: timedelta, comm_sms: int | None) -> Any:
     """Options of one group (torch writes into them); high priority, lest a transfer's few thread blocks queue behind
     those of a tile. Each channel of NCCL is a thread block, which takes a multiprocessor.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns when it differs from the group's
-    if message_sms is not None:
-        options.config.max_ctas = message_sms
+    if comm_sms is not None:
+        options.config.max_ctas = comm_sms
     return options

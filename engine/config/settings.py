@@ -164,7 +164,7 @@ class MemoryConfig:
     checkpoint_layers: tuple[CheckpointKind, ...] = setting(
         (), "policies of the layers in turn, repeated; empty: activation_checkpoint for all"
     )
-    kept_fraction: float = setting(
+    saved_fraction: float = setting(
         0.5,
         "seq_fraction: share of the sequence, from its end, whose attention is not computed again",
         at_least=0,
@@ -220,7 +220,7 @@ class ParallelConfig:
     )
     tp_size: int = setting(1, "ranks that split every matrix, and the rows between layers", "ranks", at_least=1)
     dp_replicate_size: int = setting(1, "copies of the sharded model (HSDP)", "copies", at_least=1)
-    message_sms: int | None = setting(
+    comm_sms: int | None = setting(
         None, "of a GPU, which kernels leave to attention's messages", "multiprocessors", at_least=1
     )
 

@@ -1,7 +1,7 @@
 """Tokenises a corpus: survey, tokenizer, token sets of both splits; streaming, so memory stays bounded.
 
 Which text trains and which validates is decided by document, by a hash of its content, the same everywhere: documents
-are ordered by the hash of their text (of its first piece, if it is long) and go to validation until that holds the
+are ordered by the hash of their text (of its first chunk, if it is long) and go to validation until that holds the
 wanted fraction of all bytes; the rest trains. So equal documents land on the same side. Two exceptions keep both sides
 alive: hash values that carry more than half of all text always train, and if that leaves nothing for validation, it
 gets the first document. A corpus of a single document is cut by position: its last bytes validate.
@@ -25,7 +25,7 @@ from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.encoding import encode_documents
 from engine.data.manifest import TokenSetWriter
-from engine.data.sources import Piece, Problems, Source
+from engine.data.sources import Problems, Source, TextChunk
 from engine.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer_file, train_bpe
 
 SplitName = Literal["train", "validation"]
@@ -55,8 +55,8 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
     if config.tokenizer_path is not None:
         tokenizer = load_tokenizer_file(config.tokenizer_path, verify=True)
 
-    def read(stage: Stage, total: int | None = None, skipped: Problems | None = None) -> Iterator[Piece]:
-        return _reported(source.pieces(config.max_bytes, skipped), stage, total, progress)
+    def read(stage: Stage, total: int | None = None, skipped: Problems | None = None) -> Iterator[TextChunk]:
+        return _reported(source.chunks(config.max_bytes, skipped), stage, total, progress)
 
     skipped = Problems()
     documents, sizes = survey(read("survey", skipped=skipped))
@@ -66,7 +66,7 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
     total, fraction = int(sizes.sum()), config.validation_fraction
     if tokenizer is None:
         sides = split(read("tokenizer", total), documents, sizes, fraction)
-        tokenizer = train_bpe((piece.text for name, piece in sides if name == TRAIN), config.bpe_vocab_size)
+        tokenizer = train_bpe((chunk.text for name, chunk in sides if name == TRAIN), config.bpe_vocab_size)
     tokenizer.save(work)
     bos_ids = () if config.bos == "off" else tokenizer.template_start()
     is_chat = config.messages_field is not None
@@ -75,16 +75,16 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
             name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids, learns_ends=not is_chat))
             for name in (TRAIN, VALIDATION)
         }
-        begun: deque[SplitName] = deque()  # of pieces that are read, in the order in which documents begin
+        begun: deque[SplitName] = deque()  # of chunks that are read, in the order in which documents begin
 
-        def noted(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[Piece]:
-            for name, piece in pieces:
-                if piece.begins:
+        def noted(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[TextChunk]:
+            for name, chunk in chunks:
+                if chunk.begins:
                     begun.append(name)
-                yield piece
+                yield chunk
 
-        pieces = noted(split(read("encode", total), documents, sizes, fraction))
-        for part in encode_documents(pieces, tokenizer, bos_ids, is_chat=is_chat):
+        chunks = noted(split(read("encode", total), documents, sizes, fraction))
+        for part in encode_documents(chunks, tokenizer, bos_ids, is_chat=is_chat):
             if part.begins:
                 name = begun.popleft()
             writers[name].append(part.ids, part.is_prompt, part.text_bytes, begins_document=part.begins)
@@ -98,12 +98,14 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
     return skipped
 
 
-def _reported(pieces: Iterable[Piece], stage: Stage, total: int | None, progress: ProgressCallback) -> Iterator[Piece]:
-    """`pieces`, told a few times per second and at their end."""
+def _reported(
+    chunks: Iterable[TextChunk], stage: Stage, total: int | None, progress: ProgressCallback
+) -> Iterator[TextChunk]:
+    """`chunks`, told a few times per second and at their end."""
     done, next_s = 0, 0.0
-    for piece in pieces:
-        yield piece
-        done += len(piece.data)
+    for chunk in chunks:
+        yield chunk
+        done += len(chunk.data)
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + _REPORT_INTERVAL_S
             progress(Progress(stage, done, total))
@@ -113,34 +115,34 @@ def _reported(pieces: Iterable[Piece], stage: Stage, total: int | None, progress
 # --- splits -----------------------------------------------------------------------------------------------------------
 
 
-def survey(pieces: Iterable[Piece]) -> tuple[int, npt.NDArray[np.int64]]:
+def survey(chunks: Iterable[TextChunk]) -> tuple[int, npt.NDArray[np.int64]]:
     """(how many documents there are, how their bytes spread over hash values, [_BUCKETS])."""
     documents, sizes = 0, np.zeros(_BUCKETS, dtype=np.int64)
-    for bucket, piece in _hashed(pieces):
-        documents += piece.begins
-        sizes[bucket] += len(piece.data)
+    for bucket, chunk in _hashed(chunks):
+        documents += chunk.begins
+        sizes[bucket] += len(chunk.data)
     return documents, sizes
 
 
-def _hashed(pieces: Iterable[Piece]) -> Iterator[tuple[int, Piece]]:
+def _hashed(chunks: Iterable[TextChunk]) -> Iterator[tuple[int, TextChunk]]:
     """Each with its document's number in [0, _BUCKETS), which depends on nothing but the text."""
     bucket = 0
-    for piece in pieces:
-        if piece.begins:
-            bucket = int.from_bytes(blake2b(piece.data, digest_size=2).digest(), "big")
-        yield bucket, piece
+    for chunk in chunks:
+        if chunk.begins:
+            bucket = int.from_bytes(blake2b(chunk.data, digest_size=2).digest(), "big")
+        yield bucket, chunk
 
 
 def split(
-    pieces: Iterable[Piece], documents: int, sizes: npt.NDArray[np.int64], fraction: float
-) -> Iterator[tuple[SplitName, Piece]]:
-    """Each piece of the corpus of which `survey` found this with its side, by the rule above; 0 < fraction < 1.
+    chunks: Iterable[TextChunk], documents: int, sizes: npt.NDArray[np.int64], fraction: float
+) -> Iterator[tuple[SplitName, TextChunk]]:
+    """Each chunk of the corpus of which `survey` found this with its side, by the rule above; 0 < fraction < 1.
 
     A document cut by position becomes a document on either side.
     """
     total = int(sizes.sum())
     if documents == 1:
-        yield from _cut(pieces, total - max(1, round(total * fraction)))
+        yield from _cut(chunks, total - max(1, round(total * fraction)))
         return
     filled = np.flatnonzero(sizes).tolist()
     always_train = next((bucket for bucket in filled if 2 * sizes[bucket] > total), filled[-1])
@@ -150,18 +152,18 @@ def split(
         if held < fraction * total and bucket != always_train:
             chosen.add(bucket)
             held += int(sizes[bucket])
-    for bucket, piece in _hashed(pieces):
-        document += piece.begins
+    for bucket, chunk in _hashed(chunks):
+        document += chunk.begins
         validates = bucket in chosen if chosen else document == 1
-        yield VALIDATION if validates else TRAIN, piece
+        yield VALIDATION if validates else TRAIN, chunk
 
 
-def _cut(pieces: Iterable[Piece], train_bytes: int) -> Iterator[tuple[SplitName, Piece]]:
-    """The single document of `pieces` cut after `train_bytes`, or before the character that lies across the cut."""
+def _cut(chunks: Iterable[TextChunk], train_bytes: int) -> Iterator[tuple[SplitName, TextChunk]]:
+    """The single document of `chunks` cut after `train_bytes`, or before the character that lies across the cut."""
     left, begins = train_bytes, True
-    for piece in pieces:
-        head, tail = piece.cut(max(0, left))
-        left -= len(piece.data)
+    for chunk in chunks:
+        head, tail = chunk.cut(max(0, left))
+        left -= len(chunk.data)
         if head.text:
             yield TRAIN, head
         if tail.text:

@@ -160,15 +160,15 @@ class ChatTemplate:
     def _blocks(self, conversation: Conversation, text: str, marks: Sequence[str], place: str) -> list[tuple[int, int]]:
         """Characters [first, after) of each generation block, ascending."""
         rendered = self.render(conversation, place, marks=marks[:2])
-        pieces = re.split("([{}{}])".format(*marks[:2]), rendered)
-        if "".join(pieces[::2]) != text or pieces[1::2] != [*marks[:2]] * (len(pieces) // 4):
+        chunks = re.split("([{}{}])".format(*marks[:2]), rendered)
+        if "".join(chunks[::2]) != text or chunks[1::2] != [*marks[:2]] * (len(chunks) // 4):
             raise self._unusable(
                 place,
                 "changes or nests its generation blocks, so what the assistant says is not known. Output the blocks as "
                 "they are",
             )
-        edges = accumulate(map(len, pieces[::2]), initial=0)
-        return list(pairwise(edges))[1::2]  # pieces alternate: read, said, read, ..., read
+        edges = accumulate(map(len, chunks[::2]), initial=0)
+        return list(pairwise(edges))[1::2]  # chunks alternate: read, said, read, ..., read
 
     def _learned_blocks(
         self,

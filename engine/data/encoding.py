@@ -1,4 +1,4 @@
-"""Token ids of documents of any length in bounded memory: those of the whole text, wherever it comes in pieces.
+"""Token ids of documents of any length in bounded memory: those of the whole text, wherever it comes in chunks.
 
 A long document is encoded in windows that overlap. Ids near the edge of a window may be others than those of the whole
 text: tokenizers put a space before a text, cut words by what follows, or join letters over the edge. So two windows
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import DataError
-from engine.data.sources import Piece
+from engine.data.sources import TextChunk
 from engine.data.tokenizers import Ids, Tokenizer
 
 Mask = npt.NDArray[np.bool_]
@@ -55,7 +55,7 @@ class _Window:
     them. wanted: with so many characters it is encoded again, for now its tokens are those of its beginning; or 0.
     """
 
-    piece: Piece
+    chunk: TextChunk
     start: int
     is_last: bool
     text_bytes: int
@@ -66,11 +66,11 @@ class _Window:
 
     @property
     def end(self) -> int:
-        return self.start + len(self.piece.text)
+        return self.start + len(self.chunk.text)
 
 
 def encode_documents(
-    pieces: Iterable[Piece],
+    chunks: Iterable[TextChunk],
     tokenizer: Tokenizer,
     bos_ids: Sequence[int] = (),
     *,
@@ -80,7 +80,7 @@ def encode_documents(
     """The tokens of consecutive documents, whole ones or parts, in order.
 
     Args:
-        pieces: the text; each belongs to the document that the latest one with `begins` has begun.
+        chunks: the text; each belongs to the document that the latest one with `begins` has begun.
         tokenizer: its ids for a whole document are what comes out.
         bos_ids: what begins every document that is no conversation.
         is_chat: the documents are conversations, in which special tokens are what they spell, and which begin as their
@@ -91,13 +91,13 @@ def encode_documents(
         DataError: the tokenizer has no ids of a text that do not depend on what comes far behind it.
     """
     start = np.asarray(() if is_chat else bos_ids, dtype=np.int64)
-    for window, after in _spliced(_windows(pieces, 0 if tokenizer.is_local else overlap), tokenizer, is_chat):
+    for window, after in _spliced(_windows(chunks, 0 if tokenizer.is_local else overlap), tokenizer, is_chat):
         assert window.ids is not None
         ids, prompt = window.ids[window.first : after], _is_prompt(window)[window.first : after]
-        if window.piece.begins:
+        if window.chunk.begins:
             ids = np.concatenate((start, ids))
-            prompt = np.concatenate((np.full(start.size, window.piece.learned is not None), prompt))
-        yield Encoded(ids, prompt, window.text_bytes, window.piece.begins)
+            prompt = np.concatenate((np.full(start.size, window.chunk.learned is not None), prompt))
+        yield Encoded(ids, prompt, window.text_bytes, window.chunk.begins)
 
 
 def _is_prompt(window: _Window) -> Mask:
@@ -106,10 +106,10 @@ def _is_prompt(window: _Window) -> Mask:
     One that stands for no character at all, such as a space put before a text, goes with the character it precedes.
     """
     assert window.ids is not None
-    learned = window.piece.learned
+    learned = window.chunk.learned
     if learned is None or window.offsets is None:
         return np.full(window.ids.size, learned is not None)
-    size = len(window.piece.text)
+    size = len(window.chunk.text)
     edges = np.zeros(size + 2, dtype=np.int64)
     for first, after in learned:
         edges[first + 1 : after + 1] = 1
@@ -118,27 +118,27 @@ def _is_prompt(window: _Window) -> Mask:
     return np.asarray(count[np.maximum(after, np.minimum(first + 1, size))] <= count[first])
 
 
-def _windows(pieces: Iterable[Piece], overlap: int) -> Iterator[_Window]:
-    """The pieces with the end of what came before in their document, none yet encoded."""
+def _windows(chunks: Iterable[TextChunk], overlap: int) -> Iterator[_Window]:
+    """The chunks with the end of what came before in their document, none yet encoded."""
     waiting: _Window | None = None
     fresh = 0  # characters of it that no earlier window has
-    for piece in pieces:
-        size = len(piece.text)
-        if waiting is None or piece.begins:
+    for chunk in chunks:
+        size = len(chunk.text)
+        if waiting is None or chunk.begins:
             if waiting is not None:
                 yield waiting
-            waiting, fresh = _Window(piece, 0, is_last=True, text_bytes=len(piece.data)), size
+            waiting, fresh = _Window(chunk, 0, is_last=True, text_bytes=len(chunk.data)), size
         elif fresh < overlap:  # where windows end close to each other, equal tokens prove nothing
-            joined = waiting.piece.followed_by(piece)
-            waiting = replace(waiting, piece=joined, text_bytes=waiting.text_bytes + len(piece.data))
+            joined = waiting.chunk.followed_by(chunk)
+            waiting = replace(waiting, chunk=joined, text_bytes=waiting.text_bytes + len(chunk.data))
             fresh += size
         else:
             yield replace(waiting, is_last=False)
-            repeated = min(overlap, len(waiting.piece.text))
+            repeated = min(overlap, len(waiting.chunk.text))
             start = waiting.end - repeated
-            end = waiting.piece.part(len(waiting.piece.text) - repeated, len(waiting.piece.text))
-            joined = replace(end, begins=False).followed_by(piece)
-            waiting, fresh = _Window(joined, start, is_last=True, text_bytes=len(piece.data)), size
+            end = waiting.chunk.part(len(waiting.chunk.text) - repeated, len(waiting.chunk.text))
+            joined = replace(end, begins=False).followed_by(chunk)
+            waiting, fresh = _Window(joined, start, is_last=True, text_bytes=len(chunk.data)), size
     if waiting is not None:
         yield waiting
 
@@ -147,12 +147,12 @@ def _spliced(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) ->
     """The windows with their ids, and the token of each at which the next one continues, null for its end."""
     held: _Window | None = None
     for window in _encoded(windows, tokenizer, is_chat):
-        if window.is_last and (held is None or tokenizer.is_local or window.piece.begins):
+        if window.is_last and (held is None or tokenizer.is_local or window.chunk.begins):
             yield window, None
             continue
         if tokenizer.is_local:
             yield window, None
-        elif held is None or window.piece.begins:
+        elif held is None or window.chunk.begins:
             held = window
         elif not held.wanted and (seam := _seam(held, window)) is not None:
             yield held, seam[0]
@@ -178,11 +178,11 @@ def _encoded(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) ->
 
 def _encode_group(group: Sequence[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[_Window]:
     is_plain = [
-        not is_chat and not window.piece.learned and (tokenizer.is_local or (window.piece.begins and window.is_last))
+        not is_chat and not window.chunk.learned and (tokenizer.is_local or (window.chunk.begins and window.is_last))
         for window in group
     ]
-    plain = iter(tokenizer.encode([window.piece.text for window, fast in zip(group, is_plain, strict=True) if fast]))
-    slow = [window.piece.text for window, fast in zip(group, is_plain, strict=True) if not fast]
+    plain = iter(tokenizer.encode([window.chunk.text for window, fast in zip(group, is_plain, strict=True) if fast]))
+    slow = [window.chunk.text for window, fast in zip(group, is_plain, strict=True) if not fast]
     placed = iter(tokenizer.encode_with_offsets(slow, finds_special=is_chat))
     for window, fast in zip(group, is_plain, strict=True):
         if fast:
@@ -212,7 +212,7 @@ def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
     if not len(edges):
         return None
     first, after = edges[np.diff(edges, axis=1).argmax()].tolist()
-    texts = {held.piece.text[begin:end] for begin, end in (ends[0][first:after, 1:] - held.start).tolist()}
+    texts = {held.chunk.text[begin:end] for begin, end in (ends[0][first:after, 1:] - held.start).tolist()}
     if after - first < AGREED_TOKENS or len(texts) < _DISTINCT_TOKENS:
         return None
     middle = (first + after) // 2
@@ -228,19 +228,19 @@ def _tokens(window: _Window) -> Ids:
 
 def _widened(held: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
     """Both as one window. It is encoded when it is twice as long as what was held, lest this takes time squared."""
-    size = len(window.piece.text)
-    piece = held.piece.followed_by(window.piece.part(min(held.end - window.start, size), size))
-    wanted = held.wanted or 2 * len(held.piece.text)
+    size = len(window.chunk.text)
+    chunk = held.chunk.followed_by(window.chunk.part(min(held.end - window.start, size), size))
+    wanted = held.wanted or 2 * len(held.chunk.text)
     wider = replace(
-        held, piece=piece, is_last=window.is_last, text_bytes=held.text_bytes + window.text_bytes, wanted=wanted
+        held, chunk=chunk, is_last=window.is_last, text_bytes=held.text_bytes + window.text_bytes, wanted=wanted
     )
-    if len(piece.text) < wanted and not window.is_last:
+    if len(chunk.text) < wanted and not window.is_last:
         return wider
-    [(ids, offsets)] = tokenizer.encode_with_offsets([piece.text], finds_special=is_chat)
+    [(ids, offsets)] = tokenizer.encode_with_offsets([chunk.text], finds_special=is_chat)
     found = replace(wider, ids=ids, offsets=offsets + held.start, wanted=0)
     if not np.array_equal(_tokens(found)[: held.first], _tokens(held)[: held.first]):
         raise DataError(
-            f"tokenizer {tokenizer.name} gives a text of {len(piece.text):,} characters ids that depend on its end, so "
+            f"tokenizer {tokenizer.name} gives a text of {len(chunk.text):,} characters ids that depend on its end, so "
             "this document cannot be encoded in parts. Cut it into documents, or give another data.tokenizer."
         )
     return found

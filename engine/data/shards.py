@@ -197,7 +197,7 @@ class TokenShards:
 
 @dataclass(frozen=True, eq=False)
 class EchoedShards(TokenShards):
-    """A token set in pieces of `piece_tokens`, each twice in a row; a last piece that is not whole is left out.
+    """A token set in chunks of `piece_tokens`, each twice in a row; a last chunk that is not whole is left out.
 
         tokens  a b c d e f g h ...      piece_tokens = 4:  a b c d a b c d e f g h e f g h ...
 
@@ -243,7 +243,7 @@ class EchoedShards(TokenShards):
 
 
 def echoed(shards: TokenShards, piece_tokens: int) -> TokenShards:
-    """`shards` with every piece of `piece_tokens` tokens twice in a row; no index of documents: they are in pieces."""
+    """`shards` with every chunk of `piece_tokens` tokens twice in a row; no index of documents: they are in chunks."""
     return EchoedShards(shards.manifest, shards.folder, shards.parts, None, shards.prompts, shards.window, piece_tokens)
 
 

@@ -1,6 +1,6 @@
 """Where text comes from: plain files, JSONL, parquet and the Python standard library's own source.
 
-A source is a list of files and gives their documents in pieces of about a mebibyte, so that text of any size passes
+A source is a list of files and gives their documents in chunks of about a mebibyte, so that text of any size passes
 through in bounded memory.
 """
 
@@ -27,7 +27,7 @@ from engine.config.settings import DataConfig
 if TYPE_CHECKING:
     from engine.data.chat import ChatTemplate, Spans
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _ARCHIVES = frozenset({".zst", ".bz2", ".xz", ".zip", ".7z", ".tgz"})
 _PARQUET_ROWS = 256
 _MOST_PROBLEMS = 20  # listed; the others are counted
@@ -37,7 +37,7 @@ _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, no
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """Consecutive text of one document.
 
     learned: characters [first, after) that a model learns to write, ascending; null: all, empty: none. begins: its
@@ -53,25 +53,25 @@ class Piece:
         """The text in UTF-8."""
         return self.text.encode()
 
-    def cut(self, size: int) -> tuple[Piece, Piece]:
+    def cut(self, size: int) -> tuple[TextChunk, TextChunk]:
         """(the first `size` bytes, without the character that lies across the cut, the rest)."""
         head = self.data[:size].decode(errors="ignore")
         return self.part(0, len(head)), self.part(len(head), len(self.text))
 
-    def part(self, start: int, end: int) -> Piece:
+    def part(self, start: int, end: int) -> TextChunk:
         """Its characters [start, end)."""
         return replace(self, text=self.text[start:end], learned=_shifted(self.learned, start, end))
 
-    def followed_by(self, piece: Piece) -> Piece:
-        """Both as one piece, of the same document."""
+    def followed_by(self, chunk: TextChunk) -> TextChunk:
+        """Both as one chunk, of the same document."""
         learned = self.learned
         if learned is not None:
             size = len(self.text)
-            learned = (*learned, *((first + size, after + size) for first, after in piece.learned or ()))
-        return replace(self, text=self.text + piece.text, learned=learned)
+            learned = (*learned, *((first + size, after + size) for first, after in chunk.learned or ()))
+        return replace(self, text=self.text + chunk.text, learned=learned)
 
 
-Document = Iterable[Piece]
+Document = Iterable[TextChunk]
 
 
 @dataclass(frozen=True)
@@ -117,34 +117,34 @@ class Source:
     template_hash: str | None = None
     skips_bad_rows: bool = False
 
-    def pieces(self, max_bytes: int | None, skipped: Problems | None = None) -> Iterator[Piece]:
-        """All text, no piece empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
+    def chunks(self, max_bytes: int | None, skipped: Problems | None = None) -> Iterator[TextChunk]:
+        """All text, no chunk empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
 
         Rows that are left out are added to `skipped`. Raises DataError for what is no text, with every bad place of
         what was read, and where every row would be left out; OSError for a file that cannot be read.
         """
         problems, is_empty = Problems(), True
         skipped = Problems() if skipped is None else skipped
-        for piece in self._good_pieces(max_bytes, problems, skipped if self.skips_bad_rows else problems):
+        for chunk in self._good_pieces(max_bytes, problems, skipped if self.skips_bad_rows else problems):
             is_empty = False
-            yield piece
+            yield chunk
         if problems.count:
             raise DataError(problems.listed())
         if is_empty and skipped.count:
             raise DataError(f"no row is left, data.on_bad_row=skip leaves all of them out. {skipped.listed()}")
 
-    def _good_pieces(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[Piece]:
-        """As `pieces`, over what is wrong with files in `problems` and with rows in `bad_rows`."""
+    def _good_pieces(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[TextChunk]:
+        """As `chunks`, over what is wrong with files in `problems` and with rows in `bad_rows`."""
         left = math.inf if max_bytes is None else max_bytes
         for parts in chain.from_iterable(_documents(self.read, path, problems, bad_rows) for path in self.files):
             begins = True
             for part in parts:
-                piece = part if begins else replace(part, begins=False)
-                size = len(piece.data)
+                chunk = part if begins else replace(part, begins=False)
+                size = len(chunk.data)
                 if size > left:
-                    piece, _ = piece.cut(int(left))
-                if piece.text:
-                    yield piece
+                    chunk, _ = chunk.cut(int(left))
+                if chunk.text:
+                    yield chunk
                     begins = False
                 left -= size
                 if left <= 0:
@@ -245,14 +245,14 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str
 # --- plain text -------------------------------------------------------------------------------------------------------
 
 
-def split_text(text: str, learned: Spans | None = None) -> Iterator[Piece]:
-    """Pieces of at most PIECE_BYTES characters that join to `text`, cut after a line break where there is one."""
+def split_text(text: str, learned: Spans | None = None) -> Iterator[TextChunk]:
+    """Pieces of at most CHUNK_BYTES characters that join to `text`, cut after a line break where there is one."""
     start = 0
-    while len(text) - start > PIECE_BYTES:
-        cut = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
-        yield Piece(text[start:cut], _shifted(learned, start, cut))
+    while len(text) - start > CHUNK_BYTES:
+        cut = text.rfind("\n", start, start + CHUNK_BYTES) + 1 or start + CHUNK_BYTES
+        yield TextChunk(text[start:cut], _shifted(learned, start, cut))
         start = cut
-    yield Piece(text[start:], _shifted(learned, start, len(text)))
+    yield TextChunk(text[start:], _shifted(learned, start, len(text)))
 
 
 def _shifted(spans: Spans | None, start: int, end: int) -> Spans | None:
@@ -280,7 +280,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_text(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
-    if config.on_bad_row == "skip":  # no piece may be given of a file that turns out to be bad further on
+    if config.on_bad_row == "skip":  # no chunk may be given of a file that turns out to be bad further on
         try:
             for _piece in _text_pieces(path):
                 pass
@@ -290,12 +290,12 @@ def _read_text(path: Path, config: DataConfig, **_: object) -> Iterator[Document
     yield _text_pieces(path)
 
 
-def _text_pieces(path: Path) -> Iterator[Piece]:
+def _text_pieces(path: Path) -> Iterator[TextChunk]:
     offset, carry, is_last = 0, b"", False
     with _open_bytes(path) as file:
         while not is_last:
-            chunk = file.read(PIECE_BYTES)
-            data, is_last = carry + chunk, not chunk
+            block = file.read(CHUNK_BYTES)
+            data, is_last = carry + block, not block
             # After the last line, else before the last character, which may be incomplete.
             cut = len(data) if is_last else data.rfind(b"\n") + 1 or len(data.rstrip(_UTF8_CONTINUATION)) - 1
             try:
@@ -305,7 +305,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
                     f"{path}: invalid UTF-8 at byte offset {offset + error.start} ({error.reason}). Convert the file "
                     "(iconv -f latin1 -t utf-8 ...), unpack it if it is compressed, or leave it out of data.paths."
                 ) from None
-            yield Piece(text.removeprefix("\ufeff") if offset == 0 else text)
+            yield TextChunk(text.removeprefix("\ufeff") if offset == 0 else text)
             offset, carry = offset + len(data[:cut]), data[cut:]
 
 
@@ -322,14 +322,14 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
                 record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
                 if not isinstance(record, dict):
                     raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
-                pieces = _record_pieces(record, place, config, template)
-                b"".join(piece.data for piece in pieces)  # raises where half of a surrogate pair is missing
+                chunks = _record_pieces(record, place, config, template)
+                b"".join(chunk.data for chunk in chunks)  # raises where half of a surrogate pair is missing
             except DataError as error:
                 yield BadRow(str(error))
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
                 yield BadRow(f"{place}: bad JSON ({error}). Expected one JSON object per line.")
             else:
-                yield pieces
+                yield chunks
 
 
 def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
@@ -350,13 +350,13 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
                     row += 1
                     try:
                         record = {name: batch.column(name)[at].as_py() for name in batch.schema.names}
-                        pieces = _record_pieces(record, place, config, None)
+                        chunks = _record_pieces(record, place, config, None)
                     except DataError as error:
                         yield BadRow(str(error))
                     except UnicodeDecodeError as error:
                         yield BadRow(f"{place}: invalid UTF-8 ({error.reason}). Mend the row or leave it out.")
                     else:
-                        yield pieces
+                        yield chunks
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as parquet from row {row} on: {reason}. Check the file.") from None
@@ -364,7 +364,7 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
 
 def _record_pieces(
     record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
-) -> list[Piece]:
+) -> list[TextChunk]:
     if template is not None:
         from engine.data.conversations import read_conversation
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.device.row_blocks import rehearses_accelerator
+from engine.device.row_blocks import is_fake_accelerator
 
 MOST_PIECES = 4  # the last one is rounded up: less than an eighth is lost
 SMALLEST_PIECE_BYTES = 1 << 16
@@ -48,7 +48,7 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> T
     _this_thread.allocates = True  # whoever watches torch sees the tensor before it can be marked
     try:
         with torch.inference_mode(False):
-            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and not rehearses_accelerator())
+            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and not is_fake_accelerator())
     finally:
         _this_thread.allocates = False
     # Python's object of a storage lives as long as the memory, and all views find the same one.

@@ -27,7 +27,7 @@ ACCELERATOR_BLOCK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class FakeRun:
     """How code runs whose values nobody reads.
 
     as_accelerator   tensors of the CPU stand for those of an accelerator
@@ -38,11 +38,11 @@ class Rehearsal:
     ends_only: bool = True
 
 
-_REHEARSAL: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_REHEARSAL: ContextVar[FakeRun | None] = ContextVar("rehearsal", default=None)
 
 
 @contextmanager
-def rehearse(rehearsal: Rehearsal) -> Iterator[None]:
+def rehearse(rehearsal: FakeRun) -> Iterator[None]:
     """Inside the body, in this thread or task alone, code runs as `rehearsal` says; the results are worthless."""
     token = _REHEARSAL.set(rehearsal)
     try:
@@ -51,20 +51,20 @@ def rehearse(rehearsal: Rehearsal) -> Iterator[None]:
         _REHEARSAL.reset(token)
 
 
-def rehearses_accelerator() -> bool:
+def is_fake_accelerator() -> bool:
     """Whether tensors of the CPU stand for an accelerator's now: work whose results it leaves out is never missed."""
     rehearsal = _rehearsal()
     return rehearsal is not None and rehearsal.as_accelerator
 
 
-def _rehearsal() -> Rehearsal | None:
+def _rehearsal() -> FakeRun | None:
     """The one that is going on; compiled code has none, and the compiler cannot trace the question."""
     return None if torch.compiler.is_compiling() else _REHEARSAL.get()
 
 
 def acts_as_accelerator(device: torch.device) -> bool:
     """Whether work on `device` is done as an accelerator does it: it is one, or stands for one in a rehearsal."""
-    return device.type != "cpu" or rehearses_accelerator()
+    return device.type != "cpu" or is_fake_accelerator()
 
 
 def spans(total: int, size: int, *, leave_nothing: bool = False) -> Iterator[slice]:
@@ -99,7 +99,7 @@ def row_blocks(rows: int, row_elements: int, device: torch.device) -> Iterator[s
 
 def temporary_blocks(rows: torch.Tensor) -> Iterator[slice]:
     """`row_blocks` of [rows, columns]; none in a rehearsal of an accelerator, whose kernels have no temporaries."""
-    return iter(()) if rehearses_accelerator() else row_blocks(rows.shape[0], rows.shape[1], rows.device)
+    return iter(()) if is_fake_accelerator() else row_blocks(rows.shape[0], rows.shape[1], rows.device)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

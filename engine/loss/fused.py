@@ -39,7 +39,7 @@ from engine.data.sampler import IGNORE_INDEX
 from engine.device.row_blocks import (
     accumulate_dtype,
     acts_as_accelerator,
-    rehearses_accelerator,
+    is_fake_accelerator,
     row_blocks,
     spans,
     temporary_blocks,
@@ -163,7 +163,7 @@ def losses_of_logits(
 
     Of several ranks logits are [C, V / t]: one small all-gather. A label that none has gives a loss that is not finite.
     """
-    if ranks.count == 1 and not uses_triton(logits) and not rehearses_accelerator():
+    if ranks.count == 1 and not uses_triton(logits) and not is_fake_accelerator():
         return _losses_by_softmax(logits, labels, options, overwrite=overwrite)
     first = ranks.rank * logits.shape[1]
     own = _statistics(logits, labels, first)
@@ -254,7 +254,7 @@ def _add_weight_gradient(sums: Sequence[Tensor], dlogits: Tensor, hidden: Tensor
         elif acts_as_accelerator(columns.device):
             # The library's product adds to `total` as it is written: no product of its own in memory, none in a
             # rehearsal.
-            if not rehearses_accelerator():  # torch 2.11 cannot make it without values
+            if not is_fake_accelerator():  # torch 2.11 cannot make it without values
                 torch.addmm(total, columns.t(), hidden, out_dtype=total.dtype, out=total)
         else:
             # The CPU has no bf16 matmul with an fp32 result: each chunk's product is rounded once, the sum never.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.device.row_blocks import accumulate_dtype, rehearses_accelerator, temporary_blocks
+from engine.device.row_blocks import accumulate_dtype, is_fake_accelerator, temporary_blocks
 from engine.kernels.dispatch import uses_triton
 from engine.kernels.tiles import RowTiles
 
@@ -118,7 +118,7 @@ def _norm_backward(
     dx = torch.empty_like(rows)
     wide_weight = weight.to(rstd.dtype)
     # A kernel leaves partial sums, added up; as many of them in a rehearsal of it.
-    sums = RowTiles(*rows.shape).partial_sums if rehearses_accelerator() else 1
+    sums = RowTiles(*rows.shape).partial_sums if is_fake_accelerator() else 1
     dweight = torch.zeros(sums, rows.shape[1], dtype=rstd.dtype, device=rows.device).sum(0)
     for block in temporary_blocks(rows):
         scale = rstd[block].unsqueeze(1)

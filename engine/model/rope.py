@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.config.settings import RopeScalingConfig
-from engine.device.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
+from engine.device.row_blocks import accumulate_dtype, is_fake_accelerator, row_blocks
 from engine.kernels.dispatch import uses_triton
 
 NO_SCALING = RopeScalingConfig()
@@ -139,7 +139,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
     half = head_dim // 2
     wide = accumulate_dtype(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rehearses_accelerator():  # of that kernel, which has no temporaries
+    if is_fake_accelerator():  # of that kernel, which has no temporaries
         return out
     for rows in row_blocks(tokens, batch * heads * head_dim, x.device):
         block = x[:, rows].to(wide)

@@ -74,7 +74,7 @@ class Updates:
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Returns when all weights are updated: forward passes wait by themselves. Raises what went wrong."""
 
 
@@ -159,7 +159,7 @@ class HostUpdates(Updates):
         self._sums.clear()
         return norm
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """See `Updates`."""
         self._wait_for(list(self._running))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.activations.checkpointed import apply_policies
-from engine.activations.layer_call import LayerManner
+from engine.activations.layer_call import LayerExecution
 from engine.activations.store import ActivationStore, DeviceStore, host_store
 from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
@@ -82,7 +82,7 @@ def parallelize(
         compile_layers(model, mesh.device)
     shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)  # a dimension of replicas stands before it
     parameters = sum(parameter.numel() for parameter in model.parameters()) // shards
-    apply_policies(model, layer_manners(config, attention.method, mesh, parameters))
+    apply_policies(model, layer_executions(config, attention.method, mesh, parameters))
     # Units of the two largest matrices; when they are one and the same, one unit.
     largest = [[model.embedding, model.head]] if config.model.tie_embeddings else [model.embedding, model.head]
     shard_model(
@@ -95,7 +95,9 @@ def parallelize(
     return attention
 
 
-def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh, parameters: int = 0) -> list[LayerManner]:
+def layer_executions(
+    config: RunConfig, method: AttentionMethod, mesh: Mesh, parameters: int = 0
+) -> list[LayerExecution]:
     """How every layer runs: its policy, the store of what it keeps, its tiles.
 
     One store serves all layers on the host, so that it sees in which order they keep. `parameters`: of this rank; the
@@ -108,7 +110,7 @@ def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh, parame
         limit = activation_limit(memory, mesh.device, mesh.topology.local_ranks, parameters)
         on_host = host_store(mesh.device, limit)
     return [
-        LayerManner(
+        LayerExecution(
             policy,
             on_host if index < host_layers else on_device,
             tile_tokens,

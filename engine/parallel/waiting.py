@@ -27,7 +27,7 @@ def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: Conte
     """
     if mesh.device.type != "cpu":
         return False
-    attention.tell_waits_to(waits)
+    attention.set_wait_clock(waits)
     # FSDP2 has a base class for them, which it does not export.
     all_gather: Any = _Counted(waits, "all_gather", all_gather_into)
     reduce_scatter: Any = _Counted(waits, "reduce_scatter", reduce_scatter_into)

@@ -5,7 +5,7 @@
     full                 its input                                          everything, attention too
     attn_out             its input, attention's out and lse                 all but attention
     seq_fraction         its input, out and lse of the last part of the     the linear work, and attention of the
-                         sequence (kept_fraction, rho)                      first part: (1 - rho)**2 of causal
+                         sequence (saved_fraction, rho)                      first part: (1 - rho)**2 of causal
     attn_out_every       out and lse; its input only every k-th layer       the linear work, and the inputs in between
 
 Sources: Chen et al. 2016 (full), Gu et al. 2024 (attn_out: Selective Checkpoint++), Sun et al. 2025 (BurstEngine's
@@ -47,11 +47,11 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
     """
     if memory.activation_checkpoint == "auto" and not memory.checkpoint_layers:
         raise ConfigError(
-            "memory.activation_checkpoint=auto is settled by `burst launch` before ranks start; "
+            "memory.activation_checkpoint=auto is resolved by `burst launch` before ranks start; "
             "start with it, or name a policy such as full or attn_out"
         )
-    turn = checkpoint_kinds(memory)
-    kinds = [turn[index % len(turn)] for index in range(num_layers)]
+    layer_pattern = checkpoint_kinds(memory)
+    kinds = [layer_pattern[index % len(layer_pattern)] for index in range(num_layers)]
     policies: list[LayerPolicy] = []
     for kind, run in groupby(kinds):
         count = len(list(run))
@@ -63,7 +63,7 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
 
 
 def checkpoint_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
-    """Kinds of policy of the layers in turn. Before `auto` is settled, that which attends everything again stands for
+    """Kinds of policy of the layers in turn. Before `auto` is resolved, that which attends everything again stands for
     it.
     """
     kind = memory.activation_checkpoint
@@ -80,5 +80,5 @@ def recompute_cut(kind: CheckpointKind, config: RunConfig, cp_size: int) -> int 
         return None
     tp_size = config.parallel.tp_size
     padded, multiple = padded_length(config.train.seq_len, cp_size, tp_size), length_multiple(cp_size, tp_size)
-    again = {"full": 1.0, "seq_fraction": 1.0 - config.memory.kept_fraction}.get(kind, 0.0)
+    again = {"full": 1.0, "seq_fraction": 1.0 - config.memory.saved_fraction}.get(kind, 0.0)
     return multiple * round(again * padded / multiple)

@@ -8,23 +8,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.layers import LayerAttention, attention_layers
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.program.ops import AttentionPlan, Buffer, Kind, LinkBytes, RankPlan, TokenBytes
-from engine.planning.schedules.plan import plan_method, token_bytes_of
+from engine.planning.schedules.plan import PassName, plan_method, token_bytes_of
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
-from engine.planning.visibility.visible import member_pairs
+from engine.planning.visibility.visible import ring_rank_pairs
 from engine.predict.machine import Machine
 from engine.predict.plan_costs import query_heads
 from engine.predict.replay import Timeline, replay
 from engine.resolve.attention import resolve_attention
 
-PassName = Literal["forward", "recompute", "backward"]
 MOST_RANKS_PLANNED = 32
 
 
@@ -63,14 +62,14 @@ class RankPreview:
 class PassPreview:
     """One pass of one layer.
 
-    ranks          those that are planned: all, or of a large group those of `planned_ranks`
-    member_pairs   visible pairs of every ring member's queries, planned or not, all heads of it together counted once
-    timeline       of the planned ranks
+    ranks             those that are planned: all, or of a large group those of `planned_ranks`
+    ring_rank_pairs   visible pairs of every ring rank's queries, planned or not, all its heads counted once
+    timeline          of the planned ranks
     """
 
     direction: PassName
     ranks: tuple[RankPreview, ...]
-    member_pairs: tuple[int, ...]
+    ring_rank_pairs: tuple[int, ...]
     timeline: Timeline
 
     @property
@@ -86,13 +85,13 @@ class PassPreview:
     @property
     def visible_pairs(self) -> int:
         """Pairs of one sequence that the mask lets through, over all ranks."""
-        return sum(self.member_pairs)
+        return sum(self.ring_rank_pairs)
 
     @property
     def balance(self) -> float:
         """Pairs of the busiest rank over the mean of all ranks: 1 is perfect, 2 wastes half of the devices."""
-        total = sum(self.member_pairs)
-        return max(self.member_pairs) * len(self.member_pairs) / total if total else 1.0
+        total = sum(self.ring_rank_pairs)
+        return max(self.ring_rank_pairs) * len(self.ring_rank_pairs) / total if total else 1.0
 
     @property
     def busiest_links(self) -> LinkBytes:
@@ -228,13 +227,13 @@ def preview_attention(
     violates.
     """
     method = resolve_attention(config, topology, machine)
-    turn = attention_layers(config, method)
-    blocks = divide_run(config, method, turn)
-    counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))
-    ranks = planned_ranks(topology, blocks, turn[0].mask) if ranks is None else ranks
+    layer_pattern = attention_layers(config, method)
+    blocks = divide_run(config, method, layer_pattern)
+    counts = Counter(layer_pattern[index % len(layer_pattern)] for index in range(config.model.num_layers))
+    ranks = planned_ranks(topology, blocks, layer_pattern[0].mask) if ranks is None else ranks
     place = _Place(token_bytes_of(config, method), topology, machine, ranks)
     layers = [
-        LayerPreview(attention, turn.index(attention), count, tuple(_preview_layer(attention, blocks, place)))
+        LayerPreview(attention, layer_pattern.index(attention), count, tuple(_preview_layer(attention, blocks, place)))
         for attention, count in counts.items()
     ]
     return AttentionPreview(method, topology, machine, tuple(layers))
@@ -248,7 +247,7 @@ def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, 
     """
     if topology.size <= MOST_RANKS_PLANNED:
         return tuple(range(topology.size))
-    pairs = member_pairs(mask, blocks.ring)
+    pairs = ring_rank_pairs(mask, blocks.ring)
     busiest = topology.node_of(blocks.grid.rank(pairs.index(max(pairs)), 0))
     nodes = sorted({0, min(1, topology.nodes - 1), topology.nodes - 1, busiest})
     last = topology.local_ranks - 1
@@ -269,13 +268,13 @@ def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> 
     """Every pass of a layer."""
     cut = attention.recompute_before
     plans = plan_method(attention.method, attention.mask, blocks, place.ranks, recompute_before=cut)
-    pairs = member_pairs(attention.mask, blocks.ring)
+    pairs = ring_rank_pairs(attention.mask, blocks.ring)
     yield (forward := _preview_pass(plans.forward, "forward", place, pairs))
     again = plans.recompute
     if again is plans.forward:  # all of it: counted and replayed already
         yield replace(forward, direction="recompute")
     elif again is not None:
-        fewer = member_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
+        fewer = ring_rank_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
         yield _preview_pass(again, "recompute", place, fewer)
     yield _preview_pass(plans.backward, "backward", place, pairs)
 

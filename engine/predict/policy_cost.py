@@ -128,10 +128,10 @@ def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True
 
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
-    """The cost of the configured policy. `memory=auto` must have been settled."""
+    """The cost of the configured policy. `memory=auto` must have been resolved."""
     model, memory, micro_steps = config.model, config.memory, config.train.grad_accum_steps
-    turn = attention_layers(config, method)
-    kept, matrices = zip(*_layer_costs(config, method, turn), strict=True)
+    layer_pattern = attention_layers(config, method)
+    kept, matrices = zip(*_layer_costs(config, method, layer_pattern), strict=True)
     on_host = sum(kept[: layers_on_host(config, method)])
     on_device = sum(kept) - on_host
     numbers, moved = own_parameters(config, method), 2 * micro_steps * on_host
@@ -141,7 +141,7 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     offloads = memory.optimizer_store == "host" and config.cluster.backend != "gloo"
     sequences = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     sequences *= config.train.micro_batch_size * micro_steps
-    pairs = attended_pairs(turn, model.num_layers, sequences=sequences)
+    pairs = attended_pairs(layer_pattern, model.num_layers, sequences=sequences)
     flops = step_flops(
         model,
         seq_len=config.train.seq_len,
@@ -155,17 +155,19 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
 
 
 def _layer_costs(
-    config: RunConfig, method: AttentionMethod, turn: tuple[LayerAttention, ...]
+    config: RunConfig, method: AttentionMethod, layer_pattern: tuple[LayerAttention, ...]
 ) -> Iterator[tuple[int, int]]:
     """(bytes that it keeps, parameters that it multiplies with again) of every layer, whose attention is that of `turn`
     in turn.
     """
-    blocks = divide_run(config, method, turn)
+    blocks = divide_run(config, method, layer_pattern)
     # Head parallel ranks keep an equal part each.
-    kept = {one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(turn)}
+    kept = {
+        one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(layer_pattern)
+    }
     tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
     for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
-        rows = config.train.micro_batch_size * kept[turn[index % len(turn)]]
+        rows = config.train.micro_batch_size * kept[layer_pattern[index % len(layer_pattern)]]
         again = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
         yield kept_bytes(policy, config, method, rows, tiled=tiled), again
 
@@ -189,5 +191,5 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
 
 
 def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
-    """The attention method on these ranks, as far as memory asks; `attention=auto` must have been settled."""
+    """The attention method on these ranks, as far as memory asks; `attention=auto` must have been resolved."""
     return legal_attention(config, sequence_topology(config, world))

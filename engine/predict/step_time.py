@@ -27,7 +27,7 @@ HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, which its ranks share
 
 
 def predict_step(config: RunConfig, world: Topology, machine: Machine) -> StepTime:
-    """A step of `config`, whose method and policy are settled, on the ranks of `world`."""
+    """A step of `config`, whose method and policy are resolved, on the ranks of `world`."""
     return _Step(config, world, machine).predict()
 
 
@@ -35,9 +35,11 @@ def replayed_attention(config: RunConfig, group: Topology, machine: Machine) -> 
     """The preview that the time of attention is read from: plans of `timed_ranks`, made once."""
     kept, plain = config.memory, MemoryConfig()
     kind = "attn_out" if kept.activation_checkpoint == "attn_out_every" else kept.activation_checkpoint
-    fraction = kept.kept_fraction if kind == "seq_fraction" or kept.checkpoint_layers else plain.kept_fraction
+    fraction = kept.saved_fraction if kind == "seq_fraction" or kept.checkpoint_layers else plain.saved_fraction
     # Of a policy only what is attended again matters here.
-    alike = replace(plain, activation_checkpoint=kind, checkpoint_layers=kept.checkpoint_layers, kept_fraction=fraction)
+    alike = replace(
+        plain, activation_checkpoint=kind, checkpoint_layers=kept.checkpoint_layers, saved_fraction=fraction
+    )
     return _replayed(replace(config, memory=alike), group, machine)
 
 

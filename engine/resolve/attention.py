@@ -2,7 +2,7 @@
 
 A backward pass may circulate keys and values or queries, and may keep local tiles until the last gradients come home
 between nodes. Both are choices of time, so the plans of all choices are replayed on the machine. What is plainest is
-taken unless another choice is predicted to save more than INDIFFERENCE: predictions say nothing below that, and plain
+taken unless another choice is predicted to save more than TIE_TOLERANCE: predictions say nothing below that, and plain
 plans have fewer and larger tiles.
 
 Pure functions of configuration, topology and machine, so every rank comes to the same method.
@@ -28,15 +28,15 @@ from engine.planning.methods.presets import (
     leaves_direction_free,
     legal_attention,
 )
-from engine.planning.schedules.plan import plan_attention, token_bytes_of
+from engine.planning.schedules.plan import plan_backward, token_bytes_of
 from engine.planning.topology import Topology
 from engine.planning.visibility.visible import Visibility
 from engine.predict.machine import Machine, machine_of
 from engine.predict.replay import replay
 
-INDIFFERENCE = 0.02
+TIE_TOLERANCE = 0.02
 # Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.
-STAND_IN_RANKS = 16
+PROXY_RANKS = 16
 
 
 def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | None = None) -> AttentionMethod:
@@ -52,23 +52,25 @@ def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | 
         return method
     # Of what is kept only the border between what is and is not computed again matters to a plan.
     plain = MemoryConfig()
-    cut = replace(plain, activation_checkpoint="seq_fraction", kept_fraction=config.memory.kept_fraction)
+    cut = replace(plain, activation_checkpoint="seq_fraction", saved_fraction=config.memory.saved_fraction)
     config = replace(config, memory=cut if method.split_at else plain)
     return _fastest(config, topology, machine or machine_of(config), tuple(choices))
 
 
-def stand_in_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:
+def proxy_topology(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:
     """A smaller group with as many ranks per node and tokens per rank; those given, where they have `most_ranks`."""
     lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
     if topology.size <= most_ranks or lists_blocks:
         return config, topology
-    nodes = max(2, STAND_IN_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
-    smaller = Topology(nodes, min(topology.local_ranks, STAND_IN_RANKS // nodes))
+    nodes = max(2, PROXY_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
+    smaller = Topology(nodes, min(topology.local_ranks, PROXY_RANKS // nodes))
     seq_len = config.train.seq_len * smaller.size // topology.size
     return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
 
 
-def fitted(attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology) -> AttentionConfig:
+def scaled_down(
+    attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology
+) -> AttentionConfig:
     """The method's settings for the smaller group that stands for the whole one."""
     if small == topology:
         return attention
@@ -96,31 +98,31 @@ def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topo
 
 @functools.lru_cache(maxsize=64)
 def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]) -> AttentionMethod:
-    """The first choice that no other one beats by more than INDIFFERENCE in the backward passes of all layers.
+    """The first choice that no other one beats by more than TIE_TOLERANCE in the backward passes of all layers.
 
     Documents, which only the data know, are one sequence.
     """
     method = legal_attention(config, topology)
-    small, group = stand_in_group(config, topology, STAND_IN_RANKS)
+    small, group = proxy_topology(config, topology, PROXY_RANKS)
     try:
-        stand_in = legal_attention(replace(small, attention=fitted(config.attention, method, topology, group)), group)
+        proxy = legal_attention(replace(small, attention=scaled_down(config.attention, method, topology, group)), group)
     except ConfigError:  # what only the whole group can be
-        small, group, stand_in = config, topology, method
-    turn = attention_layers(small, stand_in)
-    blocks, token_bytes = divide_run(small, stand_in, turn), token_bytes_of(small, stand_in)
-    layers = Counter(turn[index % len(turn)].mask for index in range(small.model.num_layers))
+        small, group, proxy = config, topology, method
+    layer_pattern = attention_layers(small, proxy)
+    blocks, token_bytes = divide_run(small, proxy, layer_pattern), token_bytes_of(small, proxy)
+    layers = Counter(layer_pattern[index % len(layer_pattern)].mask for index in range(small.model.num_layers))
     seen = [(count, Visibility(mask, blocks.ring)) for mask, count in layers.items()]
 
     def backward_s(choice: _Choice) -> float:
-        chosen, seconds = _with(stand_in, choice), 0.0
+        chosen, seconds = _with(proxy, choice), 0.0
         for count, visibility in seen:
-            plan = plan_attention(visibility, chosen, blocks, "backward")
+            plan = plan_backward(chosen, visibility, blocks)
             seconds += count * replay(plan, machine, token_bytes, group).total_s
         return seconds
 
     seconds = {choice: backward_s(choice) for choice in choices}
     least = min(seconds.values())
-    best = next(choice for choice in choices if seconds[choice] <= least * (1 + INDIFFERENCE))
+    best = next(choice for choice in choices if seconds[choice] <= least * (1 + TIE_TOLERANCE))
     told = ", ".join(f"{c}{f' with {n} deferred' if n else ''} {s:.3g} s" for (c, n), s in seconds.items())
     return replace(_with(method, best), reason=f"auto: {circulation_reason(config, *best)} ({told})")
 

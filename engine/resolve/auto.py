@@ -16,13 +16,13 @@ from engine.planning.topology import Topology
 from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview
 from engine.predict.machine import Machine, machine_of
 from engine.predict.step_time import replayed_attention
-from engine.resolve.attention import fitted, stand_in_group
+from engine.resolve.attention import proxy_topology, scaled_down
 
-# Methods for larger groups than are planned whole are first compared in one of STAND_IN_RANKS; so many of them are then
+# Methods for larger groups than are planned whole are first compared in one of PROXY_RANKS; so many of them are then
 # planned as they are, which takes a second each for 256 ranks.
 FINALISTS = 2
 # Nearer than this, predictions say nothing, and the method with smaller buffers is taken.
-INDIFFERENCE = 0.01
+TIE_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def resolve_auto(config: RunConfig, topology: Topology, machine: Machine | None 
 def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[Candidate]:
     """Every legal method once, of a large group the FINALISTS, best first. Raises ConfigError as `legal_methods`."""
     legal = legal_methods(config, topology)
-    small, group = stand_in_group(config, topology, MOST_RANKS_PLANNED)
+    small, group = proxy_topology(config, topology, MOST_RANKS_PLANNED)
     if group != topology:
-        stand_ins = [(fitted(*one, topology, group), one) for one in legal]
-        legal = [(c.attention, c.method) for c in _predicted(small, group, machine, stand_ins)[:FINALISTS]]
+        proxies = [(scaled_down(*one, topology, group), one) for one in legal]
+        legal = [(c.attention, c.method) for c in _predicted(small, group, machine, proxies)[:FINALISTS]]
     ordered = _predicted(config, topology, machine, [(one[0], one) for one in legal])
-    near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + INDIFFERENCE)]
+    near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + TIE_TOLERANCE)]
     best = min(near, key=lambda candidate: candidate.buffer_bytes)
     return [best, *(candidate for candidate in ordered if candidate is not best)]
 

@@ -25,7 +25,7 @@ from engine.predict.step_time import predict_step
 from engine.runs.record import policy_name
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
-INDIFFERENCE = 0.01
+TIE_TOLERANCE = 0.01
 MOST_GUESSES = 2  # of how many layers of a policy keep on the host
 MOST_PREDICTED = 12  # candidates in a round, about a second each
 LEAST_TILE_TOKENS = 1024
@@ -33,7 +33,7 @@ TILE_SHARE = 0.01  # of the device, for what a tile computes
 _POLICIES: tuple[dict[str, Any], ...] = (
     {"activation_checkpoint": "none"},
     {"activation_checkpoint": "attn_out"},
-    *({"activation_checkpoint": "seq_fraction", "kept_fraction": share} for share in (0.75, 0.5, 0.25)),
+    *({"activation_checkpoint": "seq_fraction", "saved_fraction": share} for share in (0.75, 0.5, 0.25)),
     *({"activation_checkpoint": "attn_out_every", "every_layers": size} for size in (2, 4)),
     {"activation_checkpoint": "full"},
 )
@@ -71,7 +71,7 @@ class MemoryCandidate:
         memory, kind = self.memory, self.memory.activation_checkpoint
         return {
             "activation_checkpoint": kind,
-            "kept_fraction": memory.kept_fraction if kind == "seq_fraction" else None,
+            "saved_fraction": memory.saved_fraction if kind == "seq_fraction" else None,
             "every_layers": memory.every_layers if kind == "attn_out_every" else None,
             "activation_store": memory.activation_store,
             "host_layers": memory.host_layers,
@@ -99,12 +99,12 @@ class MemoryCandidate:
         }
 
 
-def settle_memory(
+def resolve_memory(
     config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
 ) -> MemoryChoice:
     """The fastest policy that fits on the ranks of `world`; a config that names its policy is kept.
 
-    `attention=auto` must have been settled.
+    `attention=auto` must have been resolved.
     """
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config, (), "as configured")
@@ -116,13 +116,13 @@ def settle_memory(
     if best.fit.fits:
         reason = (
             f"auto: {best.name} is predicted at {best.step_s:.3g} s a step, and no policy that fits saves more than "
-            f"{INDIFFERENCE:.0%} of that; it leaves {room} free"
+            f"{TIE_TOLERANCE:.0%} of that; it leaves {room} free"
         )
     return MemoryChoice(replace(config, memory=best.memory), (best, *others), reason, best.fit.fits)
 
 
 class _Search:
-    """Policies on trial: a run whose attention is settled, its ranks, the memory and the speed they have."""
+    """Policies on trial: a run whose attention is resolved, its ranks, the memory and the speed they have."""
 
     def __init__(
         self, config: RunConfig, world: Topology, capacity: Capacity, machine: Machine, predict: Predict
@@ -178,7 +178,7 @@ class _Search:
         self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, own: bool = False
     ) -> MemoryConfig | None:
         """The fastest that fits, if it is faster than another one; `own`: as `_expected`."""
-        within_s = math.inf if than is None else self._step_s(than) * (1 - INDIFFERENCE)
+        within_s = math.inf if than is None else self._step_s(than) * (1 - TIE_TOLERANCE)
         for _ in range(MOST_PREDICTED):
             placed = [self._placed(memory, own=own) for memory in memories]
             hopeful = [one for one in placed if self._expected(one, own=own).fits]
@@ -197,7 +197,7 @@ class _Search:
 
         def order(one: MemoryConfig) -> tuple[float, ...]:
             step_s, is_on_host = self._step_s(one), one.activation_store == "host"
-            later = (step_s - least_s) // (INDIFFERENCE * least_s)
+            later = (step_s - least_s) // (TIE_TOLERANCE * least_s)
             return later, is_on_host, one.tile_tokens is not None, step_s, sum(self._cost(one).least)
 
         return min(timed, key=order)
@@ -242,7 +242,7 @@ class _Search:
     def _placed(self, memory: MemoryConfig, *, own: bool = False) -> MemoryConfig:
         """The policy with as few layers on the host as leave the others room on the device.
 
-        As it is where nothing lies on the host, where not even all layers there are enough, where it is settled, and
+        As it is where nothing lies on the host, where not even all layers there are enough, where it is resolved, and
         where none need be there: that is a candidate of its own. And where two guesses were wrong: the peak then hardly
         depends on the layers, and a step of one at a time would use up all predictions.
         """

@@ -19,7 +19,7 @@ from engine.predict.memory import Capacity, MemoryChoice, Predict
 from engine.predict.policy_cost import method_on, own_parameters, policy_cost, state_bytes
 from engine.predict.step_time import predict_step
 from engine.resolve.auto import rank_methods
-from engine.resolve.memory import settle_memory
+from engine.resolve.memory import resolve_memory
 
 LEAST_SAVING = 0.02  # below it predictions say nothing
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most
@@ -58,19 +58,19 @@ class Adviser:
     machine: Machine
     predict: Predict
 
-    def recommend(self, asked: RunConfig, settled: RunConfig, world: Topology) -> Recommendation | None:
+    def recommend(self, asked: RunConfig, resolved: RunConfig, world: Topology) -> Recommendation | None:
         """What saves most of a run that fits; None: nothing saves LEAST_SAVING.
 
         asked     the configuration as it was given, with what is `auto` in it
-        settled   what runs
+        resolved   what runs
         """
-        now_s = predict_step(settled, world, self.machine).device_s_per_token
+        now_s = predict_step(resolved, world, self.machine).device_s_per_token
         best: Recommendation | None = None
-        hopeful = [(self._saving(option, now_s), option) for option in self._options(asked, settled, world)]
+        hopeful = [(self._saving(option, now_s), option) for option in self._options(asked, resolved, world)]
         for most, option in sorted(hopeful, key=lambda one: -one[0]):
             if most < LEAST_SAVING or (best is not None and best.saving >= most):
                 break
-            found = self._settled(option, now_s)
+            found = self._resolved(option, now_s)
             if found is not None and found.saving >= max(LEAST_SAVING, best.saving if best else 0.0):
                 best = found
         return best
@@ -85,12 +85,12 @@ class Adviser:
         except ConfigError:  # such ranks cannot divide it
             return 0.0
 
-    def _settled(self, option: _Option, now_s: float) -> Recommendation | None:
+    def _resolved(self, option: _Option, now_s: float) -> Recommendation | None:
         """The option with the best policy that fits, and what it really saves; None: none fits."""
         config, world = option.config, option.world
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
-            choice = settle_memory(config, world, capacity, self.predict, self.machine)
+            choice = resolve_memory(config, world, capacity, self.predict, self.machine)
             prediction = choice.prediction or self.predict(config, world)
         except ConfigError:
             return None
@@ -107,7 +107,7 @@ class Adviser:
         """What makes a run fit that does not: another policy; else more ranks, tensor parallelism, 8-bit moments, or a
         shorter sequence, each with the policy that lacks least. One sentence each, all predicted.
         """
-        choice = settle_memory(
+        choice = resolve_memory(
             replace(config, memory=_open(config.memory)), world, self.capacity, self.predict, self.machine
         )
         best = choice.candidates[0]
@@ -137,7 +137,7 @@ class Adviser:
                 trial = option.config
                 trial = replace(trial, memory=replace(_open(trial.memory), activation_checkpoint="auto"))
                 try:
-                    choice = settle_memory(trial, world, ample.capacity, self.predict, self.machine)
+                    choice = resolve_memory(trial, world, ample.capacity, self.predict, self.machine)
                 except ConfigError:
                     break
                 if choice.fits and choice.prediction is not None:
@@ -176,20 +176,20 @@ class Adviser:
             "whatever train.seq_len is"
         )
 
-    def _options(self, asked: RunConfig, settled: RunConfig, world: Topology) -> Iterator[_Option]:
+    def _options(self, asked: RunConfig, resolved: RunConfig, world: Topology) -> Iterator[_Option]:
         if asked.attention.preset != "auto":
             try:
-                best = rank_methods(settled, sequence_topology(settled, world), self.machine)[0].attention
-                yield _Option(_changes(settled.attention, best), replace(settled, attention=best), world)
+                best = rank_methods(resolved, sequence_topology(resolved, world), self.machine)[0].attention
+                yield _Option(_changes(resolved.attention, best), replace(resolved, attention=best), world)
             except ConfigError:
                 pass
         if asked.memory.activation_checkpoint != "auto":
-            yield _Option("", replace(settled, memory=_open(settled.memory)), world)
+            yield _Option("", replace(resolved, memory=_open(resolved.memory)), world)
         if not self.capacity.host_is_device:  # more ranks add no cores
-            cost = policy_cost(settled, method_on(settled, world))
+            cost = policy_cost(resolved, method_on(resolved, world))
             for other in _other_ranks(world, more=cost.recompute_flops + cost.moved_bytes > 0):
                 nodes = f" --nodes {other.nodes}" if max(other.nodes, world.nodes) > 1 else ""
-                config = replace(with_ranks(settled, world, other), memory=asked.memory)
+                config = replace(with_ranks(resolved, world, other), memory=asked.memory)
                 yield _Option(f"--ranks {other.size}{nodes}", config, other)
 
 
@@ -231,7 +231,7 @@ def _open(memory: MemoryConfig) -> MemoryConfig:
     plain = MemoryConfig()
     return replace(
         memory, activation_checkpoint="auto", checkpoint_layers=(), activation_store=None, host_layers=None,
-        tile_tokens=None, kept_fraction=plain.kept_fraction, every_layers=plain.every_layers,
+        tile_tokens=None, saved_fraction=plain.saved_fraction, every_layers=plain.every_layers,
     )  # fmt: skip
 
 

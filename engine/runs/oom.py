@@ -168,5 +168,5 @@ def _cheaper_policies(memory: MemoryConfig) -> list[str]:
     if kinds == {"none"}:
         return ["memory.activation_checkpoint=attn_out", full]
     if kinds <= {"attn_out", "attn_out_every"}:
-        return [f"memory.activation_checkpoint=seq_fraction memory.kept_fraction={memory.kept_fraction}", full]
+        return [f"memory.activation_checkpoint=seq_fraction memory.saved_fraction={memory.saved_fraction}", full]
     return [full]

@@ -177,7 +177,7 @@ def config_fingerprint(config: RunConfig) -> str:
 
 def policy_name(memory: MemoryConfig) -> str:
     """The policy in words that name its settings, such as `seq_fraction 0.5, 10 layers on host, tiles of 4096`."""
-    details = {"seq_fraction": f" {memory.kept_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
+    details = {"seq_fraction": f" {memory.saved_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
     kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
     parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
     if memory.activation_store:

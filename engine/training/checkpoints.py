@@ -108,7 +108,7 @@ class RunCheckpoints:
             self._record(self._checkpointer.close())
 
     def _tensors(self) -> TrainingTensors:
-        self._train_step.settle()  # updates on the host may be under way
+        self._train_step.wait_pending()  # updates on the host may be under way
         return training_tensors(self._train_step.model, self._train_step.optimizer)
 
     def _record(self, saves: Sequence[Saved]) -> None:

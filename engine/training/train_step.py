@@ -176,11 +176,11 @@ class TrainStep:
 
         `taken` may refuse the update when it has seen that norm. The learning rate must have been set before
         `accumulate`. All ranks must call. Updates on the host may still be under way when it returns: forward passes
-        wait for them, and `settle` does.
+        wait for them, and `wait_pending` does.
         """
         self.status.phase = "optimizer"
         return self._updates.finish(taken)
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Returns when all weights are updated."""
-        self._updates.settle()
+        self._updates.wait_pending()

@@ -118,7 +118,7 @@ class Trainer:
                 self._batches.start_at(position.step, position.samples)
             else:
                 self._checkpoints.after_step(position, is_last=stopped or position.step == total)
-        self.train_step.settle()
+        self.train_step.wait_pending()
         self._checkpoints.close()
         self._batches.close()
         self._profiler.close()
@@ -236,7 +236,7 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
     wait_for_all_ranks()
     data = open_training_data(config.data)
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
-        recorder.keep(data.main.path / name)
+        recorder.save(data.main.path / name)
     if problem := vocabulary_problem(config, data.vocab_size) or tokenizer_problem(config, data.main.path):
         raise ConfigError(problem)
     hashes = set(gather_objects(data.content_hash))

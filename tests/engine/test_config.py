@@ -57,12 +57,12 @@ SETTINGS = """
     optimizer.beta2=0.95 train.dropout=0.0 [0 or more devices] cluster.slurm.gpus_per_node
     cluster.kubernetes.gpus_per_pod=0 cluster.expected.gpus [1 or more heads] model.num_heads=4 model.num_kv_heads=4
     [1 or more blocks] attention.block_stride=8 attention.local_blocks=2 [blocks] attention.vertical_blocks=(0,)
-    attention.slash_blocks=(0,1) [0 or more, at most 1] memory.kept_fraction=0.5
+    attention.slash_blocks=(0,1) [0 or more, at most 1] memory.saved_fraction=0.5
     optimizer.min_learning_rate_ratio=0.1 [1 or more sequences] train.micro_batch_size=1 train.eval_samples=8 [1 or
     more, at most 65535] cluster.master_port cluster.ssh.port [more than 0 seconds] cluster.hang_timeout_s
     cluster.ssh.connect_timeout_s=10.0 [2 or more tokens] model.vocab_size=256 [2 or more] model.head_dim=64 [1 or
     more rings] attention.ring_outer_size [0 or more chunks] attention.prefetch_chunks [1 or more copies]
-    parallel.dp_replicate_size=1 [1 or more multiprocessors] parallel.message_sms [0 or more steps]
+    parallel.dp_replicate_size=1 [1 or more multiprocessors] parallel.comm_sms [0 or more steps]
     optimizer.warmup_steps=0 [1 or more micro-steps] train.grad_accum_steps=1 [0 or more depths]
     train.eval_needle_depths=0 [1 or more texts] train.eval_needle_samples=4 [steps] train.profile [more than 0
     FLOP/s] train.peak_flops_per_device [more than 0 minutes] train.checkpoint.every_minutes [2 or more checkpoints]

@@ -20,7 +20,7 @@ CHATS = f"data.format=jsonl & data.paths=[{__file__}] & data.messages_field=mess
 BROKEN = cases(rf"""
 memory.activation_checkpoint=auto & memory.checkpoint_layers=[full, none] |
     memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto
-memory.kept_fraction=1.5 | memory.kept_fraction: got 1.5, expected 0 or more, at most 1
+memory.saved_fraction=1.5 | memory.saved_fraction: got 1.5, expected 0 or more, at most 1
 optimizer.beta1=.nan | optimizer.beta1: got nan, expected 0 or more, below 1
 optimizer.beta2=1.0 | optimizer.beta2: got 1.0, expected 0 or more, below 1
 train.steps=0 | train.steps: got 0, expected 1 or more steps
@@ -167,7 +167,7 @@ train.seq_len=3 & attention.preset=ring & {RANKS4} | train.seq_len: got 3 tokens
 """)
 LEGAL = cases(f"""
 memory.activation_checkpoint=auto
-memory.checkpoint_layers=[attn_out_every, full] & memory.kept_fraction=1.0 & memory.moments_dtype=int8
+memory.checkpoint_layers=[attn_out_every, full] & memory.saved_fraction=1.0 & memory.moments_dtype=int8
 {IN_BACKWARD}
 model.num_heads=3 & model.num_kv_heads=1
 model.rope_scaling.kind=linear & model.rope_scaling.factor=2.0

@@ -14,7 +14,7 @@ from engine.config.settings import GuardConfig
 from engine.training.guard import MOST_IN_A_ROW, TAKEN, Guard
 
 
-def settled(level: float = 2.0, noise: float = 0.05, **settings: Any) -> Guard:
+def resolved(level: float = 2.0, noise: float = 0.05, **settings: Any) -> Guard:
     """A guard that has seen fifty losses around `level`."""
     guard, rng = Guard(GuardConfig(**{"spike_deviations": 6.0, **settings})), random.Random(0)
     for step in range(50):
@@ -33,7 +33,7 @@ def test_what_is_no_number_stops_the_run_unless_it_is_to_be_dropped(figures: tup
 
 
 def test_a_leap_is_dropped_and_noise_is_not() -> None:
-    guard = settled()
+    guard = resolved()
     assert guard.judge(50, guard.limit() or 0.0, 1.0).taken
     before = guard.limit()
     verdict = guard.judge(51, 3.0, 1.0)
@@ -41,11 +41,11 @@ def test_a_leap_is_dropped_and_noise_is_not() -> None:
     assert verdict.reason.startswith("the loss is 3, above 2.")
     assert guard.limit() == before
     assert guard.judge(52, 2.1, 1.0).taken
-    assert settled(spike_deviations=None).judge(50, 1e9, 1.0).taken
+    assert resolved(spike_deviations=None).judge(50, 1e9, 1.0).taken
 
 
 def test_the_limit_is_that_of_normal_noise() -> None:
-    limit = settled(noise=0.1, spike_deviations=5.0).limit()
+    limit = resolved(noise=0.1, spike_deviations=5.0).limit()
     assert limit == pytest.approx(2.0 + 5 * 0.1, abs=0.15)
 
 
@@ -72,14 +72,14 @@ def test_too_many_in_a_row_stop_the_run_from_its_first_step_on() -> None:
 
 
 def test_a_step_that_is_taken_begins_the_count_anew() -> None:
-    guard = settled()
+    guard = resolved()
     for step in range(50, 90, 2):
         assert not guard.judge(step, 9.0, 1.0).taken
         assert guard.judge(step + 1, 2.0, 1.0).taken
 
 
 def test_after_a_rewind_only_steps_beyond_the_dropped_one_are_progress() -> None:
-    guard = settled(on_spike="rewind")
+    guard = resolved(on_spike="rewind")
     saved = guard.state()
     for _ in range(MOST_IN_A_ROW):
         assert guard.judge(60, 9.0, 1.0).action == "rewind"
@@ -90,7 +90,7 @@ def test_after_a_rewind_only_steps_beyond_the_dropped_one_are_progress() -> None
 
 
 def test_its_state_makes_the_same_guard() -> None:
-    guard = settled()
+    guard = resolved()
     guard.judge(50, 9.0, 1.0)
     copy = Guard(guard.config)
     copy.load(json.loads(json.dumps(guard.state())))

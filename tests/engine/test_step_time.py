@@ -185,7 +185,7 @@ KINDS = ["full", "seq_fraction", "attn_out", "attn_out_every"]
 @pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), ["full", "seq_fraction"]], ids=str)
 def test_attention_takes_what_its_plans_take_under_every_policy(kinds: list[str]) -> None:
     several = f"memory.checkpoint_layers=[{','.join(kinds)}]" if len(kinds) > 1 else "memory.every_layers=2"
-    settings = [*SMALL, f"memory.activation_checkpoint={kinds[0]}", several, "memory.kept_fraction=0.25"]
+    settings = [*SMALL, f"memory.activation_checkpoint={kinds[0]}", several, "memory.saved_fraction=0.25"]
     config, machine = compose([*settings, "train.grad_accum_steps=2"]).config, find_machine("cpu")
     parts, whole = (
         predict_step(config, Topology(1, 4), machine).parts,

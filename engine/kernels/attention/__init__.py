@@ -9,10 +9,10 @@ from engine.kernels.attention.base import KernelRequest, TileKernel
 from engine.kernels.attention.choice import KERNELS, KernelChoice, choose
 from engine.kernels.attention.trial import trial_problem
 
-__all__ = ["KERNELS", "KernelChoice", "TileKernel", "settle_kernel"]
+__all__ = ["KERNELS", "KernelChoice", "TileKernel", "select_kernel"]
 
 
-def settle_kernel(
+def select_kernel(
     name: KernelName,
     device: torch.device,
     dtype: torch.dtype,

@@ -55,9 +55,9 @@ def _pairs(mask: Mask, recompute_before: int) -> AttendedPairs:
     return AttendedPairs(int(visible), int(again))
 
 
-def attended_pairs(turn: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
+def attended_pairs(layer_pattern: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
     """Of all layers of so many equal sequences, over all ranks; `turn`: attention of the layers in turn."""
-    found = [turn[index % len(turn)].pairs for index in range(num_layers)]
+    found = [layer_pattern[index % len(layer_pattern)].pairs for index in range(num_layers)]
     return AttendedPairs(*(sequences * sum(counts) for counts in zip(*found, strict=True)))
 
 

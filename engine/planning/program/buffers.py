@@ -46,18 +46,22 @@ class BufferClass(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Rows of one rank's block, held by `rank`, written once; `number` identifies it on that rank."""
+    """Rows of a block, on one rank; `number` identifies it there.
+
+    owner      ring rank whose block it is
+    argument   name of an input or output of the plan
+    """
 
     number: int
-    rank: int
-    home: BufferClass
+    buffer_class: BufferClass
     rows: Rows
+    owner: int
     argument: str | None = None
 
     @property
     def kind(self) -> Kind:
         """What its rows hold."""
-        return self.home.kind
+        return self.buffer_class.kind
 
     def view(self, rows: Rows) -> View:
         """View of some rows of the block; buffer numbers are value numbers until allocation."""
@@ -66,7 +70,7 @@ class Value(NamedTuple):
 
 
 def buffer_of_value(value: Value) -> Buffer:
-    kind, heads, where = value.home
+    kind, heads, where = value.buffer_class
     return Buffer(kind, value.rows.stop - value.rows.start, value.argument, heads, where)
 
 
@@ -81,12 +85,12 @@ def allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPla
     )
     for value in order:
         rows = value.rows.stop - value.rows.start
-        chosen = None if value.argument else _free_buffer(alike[value.home], free_after, spans[value.number][0])
+        chosen = None if value.argument else _free_buffer(alike[value.buffer_class], free_after, spans[value.number][0])
         if chosen is None:
             chosen = len(buffers)
             buffers.append(buffer_of_value(value))
             free_after.append(None)
-            alike[value.home].append(chosen)
+            alike[value.buffer_class].append(chosen)
         if buffers[chosen].rows < rows:
             buffers[chosen] = replace(buffers[chosen], rows=rows)
         free_after[chosen] = None if value.argument else spans[value.number][1]

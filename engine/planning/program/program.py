@@ -1,7 +1,7 @@
 """What one rank does in one pass: values that are written once, and ops on them by step.
 
 A schedule is an ordinary function that calls `send`, `recv`, `tile`, `add`, ... for one rank. Both ends of a message
-say the same steps and channel, each for itself; `_number_messages` gives it the same number on both. `finish` maps
+say the same steps and channel, each for itself; `_tag_transfers` gives it the same tag on both. `finish` maps
 values to buffers (`program.buffers`).
 """
 
@@ -47,7 +47,9 @@ class When(NamedTuple):
 
 
 @dataclass
-class _Step:
+class ProgramStep:
+    """Ops of one step, on views whose `buffer` is the number of a value."""
+
     pre: list[LocalOp] = field(default_factory=list)
     post: list[Transfer] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
@@ -55,71 +57,71 @@ class _Step:
     after: list[LocalOp] = field(default_factory=list)
 
 
+class ProgramTransfer(NamedTuple):
+    """A transfer of the block of `owner`, without a tag as yet."""
+
+    when: When
+    owner: int
+    transfer: Transfer
+
+
 @dataclass
 class Program:
     """The program of `rank` of a group of `size`.
 
-    spans    steps that each step of a schedule takes; None: one
-    owners   whose block a value is of, for `trace`
+    spans    first and last step that each step of a schedule takes; None: one
     """
 
     direction: Direction
     rank: int
     size: int
     spans: Sequence[When] | None = None
-    owners: dict[int, int] = field(default_factory=dict)
-    _values: list[Value] = field(default_factory=list)
-    _steps: defaultdict[int, _Step] = field(default_factory=lambda: defaultdict(_Step))
-    _transfers: list[tuple[When, int, Transfer]] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    steps: defaultdict[int, ProgramStep] = field(default_factory=lambda: defaultdict(ProgramStep))
+    transfers: list[ProgramTransfer] = field(default_factory=list)
 
     def stretched(self, spans: Sequence[When]) -> Program:
-        """The same program for a schedule whose steps take so many."""
+        """The same program, for a schedule whose steps take these spans."""
         return replace(self, spans=spans)
 
     def value(
-        self, kind: Kind, rows: Rows, argument: str | None = None, heads: HeadPart = ALL_HEADS, where: Store = "device"
-    ) -> Value:
-        """A new value of some rows of a block."""
-        made = Value(len(self._values), self.rank, BufferClass(kind, heads, where), rows, argument)
-        self._values.append(made)
-        return made
-
-    def send(self, value: Value, rows: Rows, to: int, channel: Channel, when: When, tag: int = 0) -> None:
-        """Send rows of a value."""
-        self._transfer("send", value, rows, to, channel, when, tag)
-
-    def recv(
         self,
         kind: Kind,
         rows: Rows,
-        source: int,
-        channel: Channel,
-        when: When,
-        tag: int = 0,
-        into: Value | None = None,
+        argument: str | None = None,
+        *,
+        owner: int,
         heads: HeadPart = ALL_HEADS,
+        where: Store = "device",
     ) -> Value:
-        """Rows that another rank sends, in a value of their own or `into` one."""
-        value = into or self.value(kind, rows, heads=heads)
-        self.owners[value.number] = tag
-        self._transfer("recv", value, rows, source, channel, when, tag)
+        """A new value for some rows of the block of `owner`."""
+        value = Value(len(self.values), BufferClass(kind, heads, where), rows, owner, argument)
+        self.values.append(value)
         return value
+
+    def send(self, value: Value, rows: Rows, to: int, channel: Channel, when: When) -> None:
+        """Send rows of a value."""
+        self._transfer("send", value, rows, to, channel, when)
+
+    def recv(self, value: Value, rows: Rows, source: int, channel: Channel, when: When) -> None:
+        """Receive rows that another rank sends into a value."""
+        self._transfer("recv", value, rows, source, channel, when)
 
     def move(self, source: Value, target: Value, rows: Rows, when: When) -> None:
         """Load (host to device) or store (device to host) rows."""
         if rows.start < rows.stop:
-            assert {source.home.where, target.home.where} == {"device", "host"}, (source, target)
-            loads = source.home.where == "host"
+            assert {source.buffer_class.where, target.buffer_class.where} == {"device", "host"}, (source, target)
+            loads = source.buffer_class.where == "host"
             channel = Channel.TO_DEVICE if loads else Channel.TO_HOST
             op: Literal["load", "store"] = "load" if loads else "store"
             transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows))
-            self._transfers.append((self._during(when), 0, transfer))
+            self.transfers.append(ProgramTransfer(self._during(when), target.owner, transfer))
 
     def tile(self, step: int, band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None = None) -> None:
         """Compute a band between queries and keys, add to their sums."""
         q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
         kv_view = kv_sums.view(k_rows) if kv_sums else None
-        self._steps[step].tiles.append(Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), kv_view))
+        self.steps[step].tiles.append(Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), kv_view))
 
     def before(
         self, step: int, op: OpName, dst: Value, src: Value, rows: Rows | None = None, from_rows: Rows | None = None
@@ -144,43 +146,47 @@ class Program:
         from_rows: Rows | None,
     ) -> None:
         if rows.start < rows.stop:
-            getattr(self._steps[step], phase).append(LocalOp(op, dst.view(rows), src.view(from_rows or rows)))
+            getattr(self.steps[step], phase).append(LocalOp(op, dst.view(rows), src.view(from_rows or rows)))
 
     def _transfer(
-        self, op: Literal["send", "recv"], value: Value, rows: Rows, peer: int, channel: Channel, when: When, tag: int
+        self, op: Literal["send", "recv"], value: Value, rows: Rows, peer: int, channel: Channel, when: When
     ) -> None:
         assert when.post <= when.wait, when
         assert peer != self.rank, peer
-        self._transfers.append((self._during(when), tag, Transfer(-1, op, channel, peer, value.view(rows))))
+        transfer = Transfer(-1, op, channel, peer, value.view(rows))
+        self.transfers.append(ProgramTransfer(self._during(when), value.owner, transfer))
 
     def _during(self, when: When) -> When:
         return When(self.spans[when.post].post, self.spans[when.wait].wait) if self.spans else when
 
-    def _number_messages(self) -> None:
-        """The same number at both ends: messages between two ranks are counted as they are posted, channel by channel;
-        of several of one step and channel in the order of their tags, or as both ends name them.
+    def _tag_transfers(self) -> None:
+        """Give both ends of a message the same tag, although each rank plans for itself.
+
+        Messages between two ranks are counted in the order of post step, channel and owner, which both ends see alike;
+        of one step, channel and owner in the order in which both ends name them.
         """
         counts: Counter[tuple[int, int]] = Counter()
-        for when, _, transfer in sorted(self._transfers, key=lambda end: (end[0].post, _ORDER[end[2].channel], end[1])):
+        order = sorted(self.transfers, key=lambda end: (end.when.post, _ORDER[end.transfer.channel], end.owner))
+        for when, _, transfer in order:
             src, dst = (self.rank, transfer.peer) if transfer.op == "send" else (transfer.peer, self.rank)
-            number = (counts[src, dst] * self.size + src) * self.size + dst
+            tag = (counts[src, dst] * self.size + src) * self.size + dst
             counts[src, dst] += 1
-            self._steps[when.post].post.append(transfer._replace(tag=number))
-            self._steps[when.wait].wait.append(number)
+            self.steps[when.post].post.append(transfer._replace(tag=tag))
+            self.steps[when.wait].wait.append(tag)
 
     @property
     def used_steps(self) -> set[int]:
         """Steps at which the rank does anything."""
-        return {*self._steps, *(step for when, *_ in self._transfers for step in when)}
+        return {*self.steps, *(step for end in self.transfers for step in end.when)}
 
     def finish(self, index: dict[int, int]) -> RankPlan:
         """The plan of the rank; `index` numbers the steps that are used."""
-        self._number_messages()
+        self._tag_transfers()
         steps = tuple(
             Step(index[step], tuple(s.pre), tuple(s.post), tuple(s.tiles), tuple(s.wait), tuple(s.after))
-            for step, s in sorted(self._steps.items())
+            for step, s in sorted(self.steps.items())
         )
-        return allocate(self.rank, self._values, store_first(steps, list(map(buffer_of_value, self._values))))
+        return allocate(self.rank, self.values, store_first(steps, list(map(buffer_of_value, self.values))))
 
 
 def plan_ranks(

@@ -73,6 +73,7 @@ class ChunkedBlock:
     """
 
     program: Program
+    owner: int  # ring rank
     rows: list[Rows]
     heads: HeadPart
     store: Store
@@ -96,14 +97,14 @@ class ChunkedBlock:
         if argument in self._arguments:
             return self._arguments[argument]
         rows = self.rows_of(kind, Rows(0, self.rows[-1].stop))
-        value = self.program.value(kind, rows, argument, self.heads, self.store)
+        value = self.program.value(kind, rows, argument, owner=self.owner, heads=self.heads, where=self.store)
         if argument is not None:
             self._arguments[argument] = value
         return value
 
     def part(self, kind: Kind, chunk: int) -> Value:
         """One chunk on the device."""
-        return self.program.value(kind, self.rows_of(kind, self.rows[chunk]), heads=self.heads)
+        return self.program.value(kind, self.rows_of(kind, self.rows[chunk]), owner=self.owner, heads=self.heads)
 
     def load(self, step: int, source: Value, kind: Kind, chunk: int) -> Value:
         """The chunk on the device from `step` on; the source itself if it is there."""

@@ -1,55 +1,82 @@
-"""A program as text: what one rank does, step by step. `burst plan --trace`, docs/attention.md and golden tests."""
+"""A program as text: what one rank does, step by step. For `burst plan --trace`, docs/attention.md and golden files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from engine.planning.program.buffers import Value
 from engine.planning.program.ops import Channel, LocalOp, Tile, View
-from engine.planning.program.program import Program
+from engine.planning.program.program import Program, ProgramTransfer
 
-_WAY = {
+_LINKS = {
     Channel.PAYLOAD_INNER: "inner ring",
     Channel.GRADIENT_INNER: "inner ring",
     Channel.PAYLOAD_OUTER: "outer ring",
     Channel.GRADIENT_OUTER: "outer ring",
-    Channel.HEADS: "heads",
-    Channel.TO_DEVICE: "host",
-    Channel.TO_HOST: "host",
+    Channel.HEADS: "head exchange",
 }
 
 
-def trace(program: Program) -> Iterator[str]:
-    """One line per op, under its step."""
-    values = program._values
+class TraceStep(NamedTuple):
+    """Ops of one step in words, in the order in which the executor starts them."""
 
-    def name(view: View) -> str:
-        value = values[view.buffer]
-        rows = f"[{value.rows.start + view.start}:{value.rows.start + view.stop}]"
-        owner = program.owners.get(view.buffer)
-        return f"{value.kind}{'' if owner is None else owner}{rows}"
+    step: int
+    ops: tuple[str, ...]
 
-    arrived = {transfer.view.buffer for *_, transfer in program._transfers if transfer.op == "recv"}
 
-    def op(item: LocalOp) -> str:
-        source = "" if item.src is None else f" {name(item.src)}"
-        if item.src and item.src.buffer in arrived:
-            source = " what arrived"
-        return f"{item.op:6}{name(item.dst)} {'+=' if item.op == 'add' else '='}{source}"
+def trace_program(program: Program) -> list[TraceStep]:
+    """Every step at which the rank does anything.
 
-    def tile(item: Tile) -> str:
-        sums = name(item.sums) + (f", {name(item.kv_sums)}" if item.kv_sums else "")
-        return f"tile  {name(item.q)} x {name(item.kv)} {item.band.kind:6} -> {sums}"
+    A value is written as kind, owner (ring rank) and rows of the owner's block: kv2[0:4] is k and v of rows 0 to 3 of
+    the block of ring rank 2. Messages are listed where they are posted; what is received is there when the step ends,
+    or, after "until step n", when step n does.
+    """
+    values = program.values
+    received = {end.transfer.view.buffer for end in program.transfers if end.transfer.op == "recv"}
+    ops: defaultdict[int, list[str]] = defaultdict(list)
+    for step, draft in program.steps.items():
+        ops[step] += [_local_op(values, received, op) for op in draft.pre]
+    for end in sorted(program.transfers, key=lambda end: (end.when.post, end.transfer.op != "send")):
+        ops[end.when.post].append(_transfer(values, end))
+    for step, draft in program.steps.items():
+        ops[step] += [_tile(values, tile) for tile in draft.tiles]
+        ops[step] += [_local_op(values, received, op) for op in draft.after]
+    return [TraceStep(step, tuple(ops[step])) for step in sorted(ops)]
 
-    lines: dict[int, list[str]] = {}
-    for step, draft in program._steps.items():
-        lines[step] = [f"  {op(item)}" for item in draft.pre]
-    for when, _, transfer in sorted(program._transfers, key=lambda end: (end[0].post, end[2].op != "send")):
-        until = "" if when.wait == when.post else f", until step {when.wait}"
-        arrow = "to" if transfer.op == "send" else "from"
-        text = f"  {transfer.op:6}{name(transfer.view)} {arrow} rank {transfer.peer} ({_WAY[transfer.channel]}{until})"
-        lines.setdefault(when.post, []).append(text)
-    for step, draft in program._steps.items():
-        lines[step] += [*(f"  {tile(item)}" for item in draft.tiles), *(f"  {op(item)}" for item in draft.after)]
-    for step in sorted(lines):
-        yield f"step {step}"
-        yield from lines[step]
+
+def trace_text(steps: Sequence[TraceStep]) -> str:
+    """The steps as text, one line per op."""
+    return "\n".join("\n".join([f"step {step}", *(f"  {op}" for op in ops)]) for step, ops in steps)
+
+
+def _name(values: Sequence[Value], view: View) -> str:
+    value = values[view.buffer]
+    kind, heads, where = value.buffer_class
+    rows = f"[{value.rows.start + view.start}:{value.rows.start + view.stop}]"
+    part = f" heads {heads.index + 1}/{heads.count}" if heads.count > 1 else ""
+    return f"{kind}{value.owner}{rows}{part}{' on the host' if where == 'host' else ''}"
+
+
+def _transfer(values: Sequence[Value], end: ProgramTransfer) -> str:
+    transfer, (post, wait) = end.transfer, end.when
+    until = f", until step {wait}" if wait != post else ""
+    if transfer.source is not None:
+        return f"{transfer.op:6}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
+    way = "to" if transfer.op == "send" else "from"
+    link = f"({_LINKS[transfer.channel]}{until})"
+    return f"{transfer.op:6}{_name(values, transfer.view)} {way} rank {transfer.peer} {link}"
+
+
+def _tile(values: Sequence[Value], tile: Tile) -> str:
+    sums = ", ".join(_name(values, view) for view in (tile.sums, tile.kv_sums) if view is not None)
+    return f"{'tile':6}{_name(values, tile.q)} x {_name(values, tile.kv)} {tile.band.kind} -> {sums}"
+
+
+def _local_op(values: Sequence[Value], received: set[int], op: LocalOp) -> str:
+    target = _name(values, op.dst)
+    if op.src is None:
+        return f"{op.op:6}{target}"
+    source = f"received {_name(values, op.src)}" if op.src.buffer in received else _name(values, op.src)
+    return f"{op.op:6}{source} -> {target}"

@@ -35,7 +35,7 @@ def exchange_block(me: RankPass, step: RingStep) -> Value | None:
     channel = Channel.PAYLOAD_OUTER if step.lap else Channel.PAYLOAD_INNER
     own = step._replace(owner=me.ring_rank)  # where the own block is at this step
     if me.is_needed(own):
-        me.send(own, me.own_block, me.rows(own).at(step.stop), me.rank_at(own, step.stop), channel, when)
+        me.send(me.own_block, me.rows(own).at(step.stop), me.rank_at(own, step.stop), channel, when)
     if not me.is_needed(step):
         return None
     return me.recv(step, me.rows(step).at(step.stop), me.ranks[step.owner], channel, when)
@@ -48,7 +48,7 @@ def exchange_gradient(me: RankPass, step: RingStep, block: Value | None) -> None
         return
     when, channel = When.at(step.number + 1), Channel.GRADIENT_OUTER if step.lap else Channel.GRADIENT_INNER
     if gradient:
-        me.send_gradient(step, gradient, me.ranks[step.owner], channel, when)
+        me.send_gradient(gradient, me.ranks[step.owner], channel, when)
     own = step._replace(owner=me.ring_rank)
     if me.is_needed(own):
         rows, reader = me.rows(own).at(step.stop), me.rank_at(own, step.stop)

@@ -58,13 +58,13 @@ class _RankChunks:
         # Steps from one tile to the next: what is not prefetched is loaded in a step without tiles.
         self.pace = 1 if method.prefetch_chunks else 2
         rows = [blocks.shard(self.ring_rank, chunk) for chunk in range(self.count)]
-        self.chunks = ChunkedBlock(program, rows, heads, method.chunk_store, lead, query_rows)
+        self.chunks = ChunkedBlock(program, self.ring_rank, rows, heads, method.chunk_store, lead, query_rows)
         group = blocks.grid.head_group(self.ring_rank)
         shards = [
             [blocks.shard(self.ring_rank, chunk, number, len(group)) for number in range(len(group))]
             for chunk in range(self.count)
         ]
-        self.head_group = HeadGroup(program, group, shards, head, method.chunk_store, lead)
+        self.head_group = HeadGroup(program, group, shards, head, self.ring_rank, method.chunk_store, lead)
         self.chunk_tiles: list[_ChunkTiles] = []
         self.last_step = 0
 

@@ -68,7 +68,7 @@ def outer_hop(me: RankPass, step: RingStep) -> Value | None:
         block = me.recv(step, rows[step.lap], source, PAYLOAD, _during_lap_before(me, step.lap))
     for following in laps[position + 1 : position + 2]:
         to = me.holder(step.owner, following, 0)
-        me.send(step, block, rows[following], to, PAYLOAD, _during_lap_before(me, following))
+        me.send(block, rows[following], to, PAYLOAD, _during_lap_before(me, following))
     return block
 
 
@@ -91,7 +91,7 @@ class _LapSum(NamedTuple):
 def send_to_relay(me: RankPass, step: RingStep, gradient: Value) -> None:
     """Send the sum of a lap in this node to the relay in the owner's node."""
     relay = me.holder(step.owner, me.grid.owner_lap, step.stop)
-    me.send_gradient(step, gradient, relay, GRADIENT, _to_relay(me, step.number))
+    me.send_gradient(gradient, relay, GRADIENT, _to_relay(me, step.number))
 
 
 def relay_gradients(me: RankPass) -> None:
@@ -110,7 +110,7 @@ def relay_gradients(me: RankPass) -> None:
             total = me.new_gradient(step.owner, _hull(lap_sums))
             for lap_sum in lap_sums:
                 _receive(me, lap_sum, total)
-        me.send_gradient(step, total, me.ranks[step.owner], ring.GRADIENT, _after_all(lap_sums))
+        me.send_gradient(total, me.ranks[step.owner], ring.GRADIENT, _after_all(lap_sums))
 
 
 def receive_from_relays(me: RankPass) -> None:

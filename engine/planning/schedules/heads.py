@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from engine.config.settings import Store
 from engine.planning.program.buffers import Rows, Value
-from engine.planning.program.ops import Channel, HeadPart, Kind, OpName
+from engine.planning.program.ops import ALL_HEADS, Channel, HeadPart, Kind, OpName
 from engine.planning.program.program import Program, When
 
 
@@ -31,6 +31,7 @@ class HeadGroup:
     ranks: tuple[int, ...]
     shards: list[list[Rows]]
     number: int
+    owner: int  # ring rank
     store: Store = "device"
     lead: int = 1  # steps that an exchange takes
     _arguments: dict[str, Value] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class HeadGroup:
     def argument(self, kind: Kind, name: str) -> Value:
         """All heads of the own rows: an input or output of the plan, made once."""
         if name not in self._arguments:
-            self._arguments[name] = self.program.value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
+            self._arguments[name] = self._value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
         return self._arguments[name]
 
     def to_heads(self, chunk: int, step: int, all_heads: Value, target: Value) -> None:
@@ -61,7 +62,7 @@ class HeadGroup:
         """
         when, copied, own = When(step - self.lead, step - 1), target.kind != all_heads.kind, self.own_rows[chunk]
         if self.store == "host":
-            host, all_heads = all_heads, self.program.value(all_heads.kind, own)
+            host, all_heads = all_heads, self._value(all_heads.kind, own)
             self.program.move(host, all_heads, own, When(step - 2 * self.lead, step - self.lead - 1))
         if _length(own):
             self.program.before(
@@ -69,33 +70,32 @@ class HeadGroup:
             )
         for other in self._others():
             if _length(own):
-                packed = self.program.value(all_heads.kind, own, heads=self.heads(other))
+                packed = self._value(all_heads.kind, own, heads=self.heads(other))
                 self.program.before(when.post, "copy", packed, all_heads, own)
                 self.program.send(packed, own, self.ranks[other], Channel.HEADS, when)
             if _length(rows := self.shards[chunk][other]):
-                into, heads = None if copied else target, self.heads(self.number)
-                arrived = self.program.recv(
-                    all_heads.kind, rows, self.ranks[other], Channel.HEADS, when, 0, into, heads
-                )
+                arrived = self._value(all_heads.kind, rows, heads=self.heads(self.number)) if copied else target
+                self.program.recv(arrived, rows, self.ranks[other], Channel.HEADS, when)
                 if copied:
                     self.program.before(step, "copy", target, arrived, rows)
 
     def to_rows(self, chunk: int, step: int, kind: Kind, source: Value, all_heads: Value, op: OpName = "copy") -> None:
         """Bring all heads of the own rows of a chunk into `all_heads` after a step: copied, or (op="add") summed."""
         if source.kind != kind:
-            cast = self.program.value(kind, self.chunk_rows(chunk), heads=self.heads(self.number))
+            cast = self._value(kind, self.chunk_rows(chunk), heads=self.heads(self.number))
             self.program.before(step, "copy", cast, source)
             source = cast
         when, own, target = When(step, step + self.lead - 1), self.own_rows[chunk], all_heads
         if self.store == "host":
-            target = self.program.value(all_heads.kind, own)
+            target = self._value(all_heads.kind, own)
         if _length(own):
             self.program.after(when.wait, op, target, source, own, self.shards[chunk][self.number])
         for other in self._others():
             if _length(rows := self.shards[chunk][other]):
                 self.program.send(source, rows, self.ranks[other], Channel.HEADS, when)
             if _length(own):
-                arrived = self.program.recv(kind, own, self.ranks[other], Channel.HEADS, when, heads=self.heads(other))
+                arrived = self._value(kind, own, heads=self.heads(other))
+                self.program.recv(arrived, own, self.ranks[other], Channel.HEADS, when)
                 self.program.after(when.wait, op, target, arrived, own)
         if self.store == "host":
             self.program.move(target, all_heads, own, When(when.wait + 1, when.wait + 1))
@@ -103,6 +103,16 @@ class HeadGroup:
     def chunk_rows(self, chunk: int) -> Rows:
         """Rows of a chunk in the block."""
         return Rows(self.shards[chunk][0].start, self.shards[chunk][-1].stop)
+
+    def _value(
+        self,
+        kind: Kind,
+        rows: Rows,
+        argument: str | None = None,
+        heads: HeadPart = ALL_HEADS,
+        where: Store = "device",
+    ) -> Value:
+        return self.program.value(kind, rows, argument, owner=self.owner, heads=heads, where=where)
 
     def _others(self) -> Iterator[int]:
         """The other ranks, from the next one on, so that not all send to one rank first."""

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from engine.config.settings import RunConfig
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
 from engine.planning.program.ops import AttentionPlan, Channel, Direction, TokenBytes
 from engine.planning.program.program import Program, plan_ranks
+from engine.planning.program.trace import TraceStep, trace_program
 from engine.planning.schedules import chunks
 from engine.planning.schedules.whole import RowsNeededCache, WholeBlocks
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.visible import Visibility
+
+PassName = Literal["forward", "recompute", "backward"]
 
 
 @dataclass(frozen=True)
 class PlanPair:
     """Forward and backward plans of the same method, mask and layout.
 
-    recompute   between the two, the forward pass again for queries whose results were not kept, if asked for. Pins as
-                in forward, but `acc` has the first `recomputed_rows` of a rank's ring block only, and `saved` (after a
-                head exchange, or in chunks) is given with what was kept in all other rows: the plan writes the first
-                rows, and after an exchange sends out of all rows home
+    recompute   forward again, during backward, for queries whose results were not saved; None: all were. Its arguments
+                are those of forward, but `partial` has only the first `recomputed_rows` of a rank's ring block, and
+                `out_lse` (with a head exchange or chunks) is given with the saved results of all other rows: the plan
+                writes the first rows, and exchanges out of all rows
 
-    Causal attention of a share c of the sequence costs c**2 of the whole, and only keys that those queries see travel.
-    Source: Sun et al. 2025 (BurstEngine, sequence-level selective checkpointing: striped layout, causal, c = 1/2).
+    Causal attention of a share c of the sequence costs c**2 of the whole, and only keys that those queries see are
+    sent. Source: Sun et al. 2025 (BurstEngine, sequence-level selective checkpointing: striped, causal, c = 1/2).
     """
 
     forward: AttentionPlan
     backward: AttentionPlan
     recompute: AttentionPlan | None = None
+
+
+class _Pass(NamedTuple):
+    """query_rows: of every ring rank, how many first rows of its block are computed; None: all."""
+
+    direction: Direction
+    visible: Visibility
+    query_rows: tuple[int, ...] | None = None
 
 
 def channels_of(method: AttentionMethod) -> tuple[Channel, ...]:
@@ -57,58 +69,83 @@ def plan_method(
 ) -> PlanPair:
     """The plans of a method, for one rank, for some or (None) for all.
 
-    recompute_before   plan the recompute pass too, for queries at positions before this one: 0 none of them, the
-                       length of the layout (padding included) all; None: results are kept, nothing runs again
+    Args:
+        recompute_before: plan the recompute pass too, for queries at positions before this one: 0 none of them, the
+            length of the layout (padding included) all; None: results are saved, nothing is recomputed.
 
     A recompute pass without a head exchange and without queries does nothing, but for a reversed ring: its backward
-    starts from the last keys that a rank held, which travel there again.
+    starts from the final kv of forward, which is sent again.
     """
     only = (rank,) if isinstance(rank, int) else rank
+    passes = _passes(mask, blocks, recompute_before)
+    plans = {name: _plan_pass(one, method, blocks, only) for name, one in passes.items()}
+    recompute = plans.get("recompute")
+    if recompute_before is not None and recompute is None:  # of all rows: nothing to plan anew
+        recompute = plans["forward"]
+    return PlanPair(plans["forward"], plans["backward"], recompute)
+
+
+def trace_method(
+    method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int, *, recompute_before: int | None = None
+) -> dict[PassName, list[TraceStep]]:
+    """What one rank does in every pass, in words; arguments as of `plan_method`."""
+    traces = {}
+    for name, one in _passes(mask, blocks, recompute_before).items():
+        program = Program(one.direction, rank, method.cp_size)
+        _write_program(program, one, method, blocks, {}, plans_one_rank=True)
+        traces[name] = trace_program(program)
+    return traces
+
+
+def _passes(mask: Mask, blocks: Blocks, recompute_before: int | None) -> dict[PassName, _Pass]:
+    """The passes in the order in which they run; a recompute pass of all rows is the forward pass."""
     visible = Visibility(mask, blocks.ring)
-    forward = plan_attention(visible, method, blocks, "forward", only)
-    backward = plan_attention(visible, method, blocks, "backward", only)
-    again = None
+    passes: dict[PassName, _Pass] = {"forward": _Pass("forward", visible)}
     if recompute_before is not None:
-        query_rows = tuple(
-            blocks.ring.rows_before(ring_rank, recompute_before) for ring_rank in range(blocks.ring.size)
-        )
-        again = forward
+        ring_ranks = range(blocks.ring.size)
+        query_rows = tuple(blocks.ring.rows_before(ring_rank, recompute_before) for ring_rank in ring_ranks)
         if query_rows != blocks.ring.row_counts:
-            restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
-            again = plan_attention(restricted, method, blocks, "forward", only, query_rows)
-    return PlanPair(forward, backward, again)
+            recomputed = Visibility(mask.queries_before(recompute_before), blocks.ring)
+            passes["recompute"] = _Pass("forward", recomputed, query_rows)
+    passes["backward"] = _Pass("backward", visible)
+    return passes
 
 
-def plan_attention(
-    visible: Visibility,
-    method: AttentionMethod,
-    blocks: Blocks,
-    direction: Direction,
-    only: Collection[int] | None = None,
-    query_rows: Sequence[int] | None = None,
-) -> AttentionPlan:
-    """Plans of one pass, for some ranks or (None) for all, each written by itself.
+def plan_backward(method: AttentionMethod, visible: Visibility, blocks: Blocks) -> AttentionPlan:
+    """The backward plans of all ranks."""
+    return _plan_pass(_Pass("backward", visible), method, blocks, None)
 
-    Args:
-        query_rows: forward again: of every ring rank, how many first rows of its block are computed; out and lse of
-            the others were saved.
-    """
+
+def _plan_pass(one: _Pass, method: AttentionMethod, blocks: Blocks, only: Collection[int] | None) -> AttentionPlan:
+    """Plans of one pass, for some ranks or (None) for all, each written by itself."""
     rows_needed_cache: RowsNeededCache = {}
     plans_one_rank = only is not None and len(only) == 1
 
     def write(program: Program) -> None:
-        rows = query_rows[blocks.grid.coordinates(program.rank)[0]] if query_rows else None
-        if method.chunk_tokens is not None:
-            chunked = chunks.Forward if direction == "forward" else chunks.Backward
-            chunked(program, visible, method, blocks, rows).write()
-            return
-        whole = WholeBlocks(program, visible, method, blocks, rows_needed_cache, plans_one_rank=plans_one_rank)
-        if direction == "forward":
-            whole.forward(rows)
-        else:
-            whole.backward()
+        _write_program(program, one, method, blocks, rows_needed_cache, plans_one_rank=plans_one_rank)
 
-    return plan_ranks(direction, method.cp_size, only, write)
+    return plan_ranks(one.direction, method.cp_size, only, write)
+
+
+def _write_program(
+    program: Program,
+    one: _Pass,
+    method: AttentionMethod,
+    blocks: Blocks,
+    rows_needed_cache: RowsNeededCache,
+    *,
+    plans_one_rank: bool,
+) -> None:
+    query_rows = one.query_rows[blocks.grid.coordinates(program.rank)[0]] if one.query_rows else None
+    if method.chunk_tokens is not None:
+        chunked = chunks.Forward if one.direction == "forward" else chunks.Backward
+        chunked(program, one.visible, method, blocks, query_rows).write()
+        return
+    whole = WholeBlocks(program, one.visible, method, blocks, rows_needed_cache, plans_one_rank=plans_one_rank)
+    if one.direction == "forward":
+        whole.forward(query_rows)
+    else:
+        whole.backward()
 
 
 def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:

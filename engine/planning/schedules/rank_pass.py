@@ -110,36 +110,37 @@ class RankPass:
         self.tile(step.number, step.owner, block, gradient)
         return gradient
 
-    def send(self, step: RingStep, block: Value, rows: Rows, to: int, channel: Channel, when: When) -> None:
-        """Send rows of the block of `step`."""
-        self.program.send(block, rows, to, channel, when, step.owner)
+    def send(self, block: Value, rows: Rows, to: int, channel: Channel, when: When) -> None:
+        """Send rows of a block of the moving operand."""
+        self.program.send(block, rows, to, channel, when)
 
     def recv(self, step: RingStep, rows: Rows, source: int, channel: Channel, when: When) -> Value:
         """Receive rows of the block of `step`."""
         is_final = (step.lap, step.stop) == (self.grid.outer - 1, self.grid.inner - 1)
-        into = self.final_kv if is_final else None
-        return self.program.recv(self.own_block.kind, rows, source, channel, when, step.owner, into, self.heads)
+        block = self.final_kv if is_final else None
+        block = block or self.program.value(self.own_block.kind, rows, owner=step.owner, heads=self.heads)
+        self.program.recv(block, rows, source, channel, when)
+        return block
 
     def new_gradient(self, owner: int, rows: Rows) -> Value:
         """A sum for the gradient of rows of a block."""
         assert self.own_gradient is not None
-        gradient = self.program.value(self.own_gradient.kind, rows, heads=self.heads)
-        self.program.owners[gradient.number] = owner
-        return gradient
+        return self.program.value(self.own_gradient.kind, rows, owner=owner, heads=self.heads)
 
-    def send_gradient(self, step: RingStep, gradient: Value, to: int, channel: Channel, when: When) -> None:
-        """Send a gradient of the block of `step`, in the dtype of the wire."""
+    def send_gradient(self, gradient: Value, to: int, channel: Channel, when: When) -> None:
+        """Send the gradient of a block, in the dtype of the wire."""
         if gradient.kind != self.wire_kind:
-            narrow = self.program.value(self.wire_kind, gradient.rows, heads=self.heads)
+            narrow = self.program.value(self.wire_kind, gradient.rows, owner=gradient.owner, heads=self.heads)
             self.program.before(when.post, "copy", narrow, gradient)
             gradient = narrow
-        self.program.send(gradient, gradient.rows, to, channel, when, step.owner)
+        self.program.send(gradient, gradient.rows, to, channel, when)
 
     def recv_gradient(
         self, step: RingStep, rows: Rows, source: int, channel: Channel, when: When, total: Value | None = None
     ) -> Value:
         """Receive a gradient of the block of `step`, and add it to `total` if there is one."""
-        arrived = self.program.recv(self.wire_kind, rows, source, channel, when, step.owner, None, self.heads)
+        arrived = self.program.value(self.wire_kind, rows, owner=step.owner, heads=self.heads)
+        self.program.recv(arrived, rows, source, channel, when)
         if total:
             self.program.after(when.wait, "add", total, arrived)
         return arrived

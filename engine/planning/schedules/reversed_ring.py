@@ -32,6 +32,6 @@ def fetch_final_kv(me: RankPass) -> None:
     channel = Channel.PAYLOAD_OUTER if last.lap else Channel.PAYLOAD_INNER
     own = last._replace(owner=me.ring_rank)
     if me.is_needed(own):
-        me.send(own, me.own_block, me.rows(own).at(last.stop), me.rank_at(own, last.stop), channel, when)
+        me.send(me.own_block, me.rows(own).at(last.stop), me.rank_at(own, last.stop), channel, when)
     if me.is_needed(last):
         me.compute(last, me.recv(last, me.rows(last).at(last.stop), me.ranks[last.owner], channel, when))

@@ -50,7 +50,7 @@ def pass_block(me: RankPass, step: RingStep, first: Value | None) -> Value | Non
     if block and following:
         # The receiver's view of the same message: one step before `following` uses it.
         when = When.at(me.number_at(step, following) - 1)
-        me.send(step, block, rows.from_stop(following), me.rank_at(step, following), PAYLOAD, when)
+        me.send(block, rows.from_stop(following), me.rank_at(step, following), PAYLOAD, when)
     return block
 
 
@@ -68,13 +68,13 @@ def reduce_gradient(me: RankPass, step: RingStep, gradient: Value) -> bool:
         me.recv_gradient(step, rows.up_to_stop(previous), source, GRADIENT, when, gradient)
     if following is None:
         return True
-    me.send_gradient(step, gradient, me.rank_at(step, following), GRADIENT, When.at(me.number_at(step, following)))
+    me.send_gradient(gradient, me.rank_at(step, following), GRADIENT, When.at(me.number_at(step, following)))
     return False
 
 
 def send_to_owner(me: RankPass, step: RingStep, gradient: Value) -> None:
     """Send the complete sum of a lap to the owner of the block."""
-    me.send_gradient(step, gradient, me.ranks[step.owner], GRADIENT, When.at(step.number + 1))
+    me.send_gradient(gradient, me.ranks[step.owner], GRADIENT, When.at(step.number + 1))
 
 
 def receive_from_last_stop(me: RankPass) -> None:

@@ -81,7 +81,7 @@ class WholeBlocks:
         self.rows = Rows(0, self.row_counts[self.ring_rank])
         group = blocks.grid.head_group(self.ring_rank)
         shards = [[blocks.shard(self.ring_rank, 0, index, len(group)) for index in range(len(group))]]
-        self.head_group = HeadGroup(program, group, shards, head)
+        self.head_group = HeadGroup(program, group, shards, head, self.ring_rank)
         self.exchanges_heads = self.head_group.exchanges
         self.tile_steps: list[int] = []  # in which the stationary operand has tiles
 
@@ -151,7 +151,7 @@ class WholeBlocks:
             return None
         grid = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size)
         owner = grid.owner(self.ring_rank, grid.outer - 1, grid.inner - 1)
-        return self._value(Kind.KV, Rows(0, self.row_counts[owner]), "final_kv")
+        return self.program.value(Kind.KV, Rows(0, self.row_counts[owner]), "final_kv", owner=owner, heads=self.heads)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -244,9 +244,7 @@ class WholeBlocks:
 
     def _value(self, kind: Kind, rows: Rows, argument: str | None = None) -> Value:
         """Rows of the own block, this rank's heads."""
-        value = self.program.value(kind, rows, argument, self.heads)
-        self.program.owners[value.number] = self.ring_rank
-        return value
+        return self.program.value(kind, rows, argument, owner=self.ring_rank, heads=self.heads)
 
     def _rows_needed(self, grid: RingGrid, operand: Operand) -> RowsNeeded:
         """Rows of the moving operand that ranks need: all, or of one rank those that its messages depend on."""

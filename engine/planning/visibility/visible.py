@@ -268,7 +268,7 @@ def _merged(boxes: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, 
     return merged
 
 
-def member_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
+def ring_rank_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
     """Visible pairs of the queries that every rank of the layout holds, exactly."""
     return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
 

@@ -44,9 +44,9 @@ from engine.config.schema import read_dataclass
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.device.live_tensors import LiveTensorTracker, Peak
-from engine.device.row_blocks import Rehearsal, rehearse
+from engine.device.row_blocks import FakeRun, rehearse
 from engine.distributed.mesh import open_mesh
-from engine.kernels.attention import settle_kernel
+from engine.kernels.attention import select_kernel
 from engine.model.llama import LlamaModel
 from engine.optim.adamw import build_optimizer
 from engine.parallel.parallelize import parallelize
@@ -95,7 +95,7 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
 
 
 class _Scene:
-    """A configuration on ranks that are imagined; `config` and `method` are settled."""
+    """A configuration on ranks that are imagined; `config` and `method` are resolved."""
 
     def __init__(self, config: RunConfig, topology: Topology) -> None:
         # Without a limit: what does not fit is to be predicted, too.
@@ -138,13 +138,13 @@ class _Scene:
             attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
             with torch.device("meta"):
                 model = LlamaModel(config.model, config.loss)
-            with rehearse(Rehearsal(on_gpu)):  # a store in host memory is a GPU's
+            with rehearse(FakeRun(on_gpu)):  # a store in host memory is a GPU's
                 parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
             _fill_library_caches(config)
             offloads = on_gpu and config.memory.optimizer_store == "host"
             classifier = FrameClassifier(("parameters", "gradients", "optimizer") if offloads else ())
             tracker = LiveTensorTracker(classifier)
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(Rehearsal(on_gpu)):
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(FakeRun(on_gpu)):
                 model.to_empty(device=mesh.device)
                 step = TrainStep(config, mesh, model, attention)
                 batches = [_batch(mode, config, step.prepare) for _ in range(config.train.grad_accum_steps)]
@@ -177,7 +177,7 @@ class _Scene:
         kernel: Any = StandInFlashKernel()
         if self._kind == "cpu":
             dtype = getattr(torch, config.train.compute_dtype)
-            kernel = settle_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
+            kernel = select_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
         group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), kernel)
         return ContextParallel.of_group(config, group, self.method).with_runtimes(rehearsed_runtime)
 
@@ -190,15 +190,18 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
     """
     on_host = layers_on_host(config, method)
     stretches = (on_host, config.model.num_layers - on_host)
-    turn = len(attention_layers(config, method))
+    layer_pattern = len(attention_layers(config, method))
     if set(checkpoint_kinds(config.memory)) == {"attn_out_every"}:
-        turn = math.lcm(turn, config.memory.every_layers)
+        layer_pattern = math.lcm(layer_pattern, config.memory.every_layers)
     # The first and the last may need more than those in between, of which one turn of each stretch is run at least.
-    least = turn + (1 if all(stretches) else 2)
+    least = layer_pattern + (1 if all(stretches) else 2)
     leasts = (least + COPIES_IN_FLIGHT, least)
-    short = [few + (count - few) % turn if count > few else count for few, count in zip(leasts, stretches, strict=True)]
-    times = [(count - few) // turn for few, count in zip(short, stretches, strict=True)]
-    longer = ((short[0] + turn, short[1]), (short[0], short[1] + turn))
+    short = [
+        few + (count - few) % layer_pattern if count > few else count
+        for few, count in zip(leasts, stretches, strict=True)
+    ]
+    times = [(count - few) // layer_pattern for few, count in zip(short, stretches, strict=True)]
+    longer = ((short[0] + layer_pattern, short[1]), (short[0], short[1] + layer_pattern))
     runs = [(_with_layers(config, *layers), count) for layers, count in zip(longer, times, strict=True) if count]
     runs.append((_with_layers(config, *short), 1 - sum(times)))
     saves = sum(shorter.model.num_layers for shorter, _ in runs) < config.model.num_layers

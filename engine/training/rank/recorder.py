@@ -33,7 +33,7 @@ class Recorder:
         if self._writes:
             self._run.append_event("phase", phase=name)
 
-    def keep(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         """A copy of a file that the run folder shall have, if there is such a file."""
         if self._writes and path.is_file():
             shutil.copyfile(path, self._run.path / path.name)

@@ -220,8 +220,8 @@ def test_launcher_returns_once_the_ranks_run_which_outlive_it_and_can_still_be_s
     wait_for(lambda: run.read_state()["state"] == "running")
     os.kill(controller.pid, signal.SIGKILL)
     assert ended(run) == "running"
-    settled = settle(run)
-    assert (settled.state, [status.phase for status in settled.nodes]) == ("running", ["running"])
+    resolved = settle(run)
+    assert (resolved.state, [status.phase for status in resolved.nodes]) == ("running", ["running"])
     assert request_cancel(run, grace_s=0.5).state == "cancelled"
     assert run_processes(run.run_id) == []
 

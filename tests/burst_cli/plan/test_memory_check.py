@@ -26,7 +26,7 @@ from engine.predict.flops import StepTime
 from engine.predict.machine import find_machine
 from engine.predict.memory import Capacity, Gpu, Hardware, MemoryPrediction, shared_predictor
 from engine.predict.step_time import predict_step
-from engine.resolve.memory import settle_memory
+from engine.resolve.memory import resolve_memory
 
 GIB = 2**30
 GPUS = ClusterConfig(ranks_per_node=4, backend="nccl")
@@ -189,7 +189,7 @@ def test_memory_in_a_plan_is_shown_by_component_with_the_policies_it_was_chosen_
 def test_policies_are_named_by_their_settings() -> None:
     for memory, words in [
         ({"activation_checkpoint": "full"}, "full"),
-        ({"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25}, "seq_fraction 0.25"),
+        ({"activation_checkpoint": "seq_fraction", "saved_fraction": 0.25}, "seq_fraction 0.25"),
         ({"activation_checkpoint": "attn_out_every", "activation_store": "host"}, "attn_out_every 4, on host"),
         ({"checkpoint_layers": ("full", "none")}, "full/none"),
         ({"tile_tokens": 512, "optimizer_store": "host"}, "full, tiles of 512, optimizer on host"),
@@ -201,7 +201,7 @@ def test_policies_are_named_by_their_settings() -> None:
 def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_its_host() -> None:
     room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
     settings = compose(["exp=llama8b_512k"]).config
-    choice = settle_memory(settings, Topology(1, 1), room, shared_predictor().predict, find_machine("h200"))
+    choice = resolve_memory(settings, Topology(1, 1), room, shared_predictor().predict, find_machine("h200"))
     memory = choice.config.memory
     assert (choice.fits, memory.activation_checkpoint, memory.activation_store) == (True, "full", "host")
     assert 1 < (memory.host_layers or 32) < 32

@@ -204,7 +204,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change(burst) -> None:
 
 def test_memory_auto_shows_what_it_chose_from(burst) -> None:
     arguments = ["exp=tiny", "memory=auto", "train.seq_len=512", "--device", "cpu"]
-    plan = document(burst("plan", *arguments, "attention=auto", "--json"))  # which is settled first
+    plan = document(burst("plan", *arguments, "attention=auto", "--json"))  # which is resolved first
     memory = plan["memory"]
     first = memory["candidates"][0]
     assert (plan["preset"], plan["presets"]) == (plan["candidates"][0]["preset"], [])

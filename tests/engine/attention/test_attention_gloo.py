@@ -153,10 +153,10 @@ def test_ranks_meet_exactly_those_that_a_step_talks_to_before_the_first(ranks) -
 
 
 def multiprocessors_left() -> list[int | None]:
-    """What torch's kernels leave free under parallel.message_sms=8, and under null after that."""
+    """What torch's kernels leave free under parallel.comm_sms=8, and under null after that."""
     found = []
     for count in (8, None):
-        config = replace(config_of(8, 2, {"preset": "single"}, 1), parallel=ParallelConfig(message_sms=count))
+        config = replace(config_of(8, 2, {"preset": "single"}, 1), parallel=ParallelConfig(comm_sms=count))
         ContextParallel.of_run(config, build_mesh(config.parallel, config.cluster))
         found.append(torch._C._get_sm_carveout_experimental())
     return found

@@ -13,7 +13,7 @@ from engine.planning.topology import Topology
 from engine.predict.attention import preview_attention
 from engine.predict.machine import find_machine, machine_of
 from engine.predict.step_time import timed_ranks
-from engine.resolve.attention import stand_in_group
+from engine.resolve.attention import proxy_topology
 from engine.resolve.auto import resolve_auto
 
 AUTO = RunConfig(
@@ -57,7 +57,7 @@ def test_when_nothing_is_legal_the_rules_are_listed() -> None:
 def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_planned_as_they_are() -> None:
     topology, machine = Topology(8, 8), find_machine("h100")
     config = replace(AUTO, train=TrainConfig(seq_len=64 * 1024))
-    small, group = stand_in_group(config, topology, 32)
+    small, group = proxy_topology(config, topology, 32)
     assert (group.local_ranks, group.size) == (8, 16)
     assert small.train.seq_len / group.size == config.train.seq_len / topology.size
     choice = resolve_auto(config, topology, machine)

@@ -26,7 +26,7 @@ from engine.kernels.attention.heads import CUDA_CALL_ELEMENTS
 from engine.planning.program.ops import Tile, View
 from engine.planning.visibility.mask import UNBOUNDED, Band, normalise
 
-ANY = View(0, 0, 1)  # of which buffer and rows an operand is was settled when its fields were cut
+ANY = View(0, 0, 1)  # of which buffer and rows an operand is was resolved when its fields were cut
 
 
 def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.config.errors import ConfigError
-from engine.kernels.attention import settle_kernel
+from engine.kernels.attention import select_kernel
 from engine.kernels.attention.base import KernelRequest, TileGradients, TileKernel, TileResult
 from engine.kernels.attention.choice import KERNELS, KernelChoice, choose, preference, problem_of
 from engine.kernels.attention.cpu_flash import CpuFlashKernel
@@ -140,7 +140,7 @@ def test_documents_do_not_get_a_kernel_that_plans_every_shape_unless_it_is_named
 
 def test_a_cuda_kernel_on_cpu_is_refused_with_the_legal_names() -> None:
     with pytest.raises(ConfigError, match=r"runs on cuda only.*legal here: reference, cpu_flash"):
-        settle_kernel("aten_cudnn", torch.device("cpu"), BF16, 64)
+        select_kernel("aten_cudnn", torch.device("cpu"), BF16, 64)
 
 
 class Crashing(CpuFlashKernel):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.merge import backward_stats, surrogate_out
 from engine.config.errors import ConfigError
-from engine.kernels.attention import KERNELS, settle_kernel
+from engine.kernels.attention import KERNELS, select_kernel
 from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band, normalise
@@ -57,7 +57,7 @@ def kernel_of(name: str, head_dim: int, *, deterministic: bool = False) -> TileK
     """The kernel, or a skip with the reason why it is not for this machine or these heads."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        choice = settle_kernel(name, device, dtype_of(name), head_dim, deterministic=deterministic)  # type: ignore[arg-type]
+        choice = select_kernel(name, device, dtype_of(name), head_dim, deterministic=deterministic)  # type: ignore[arg-type]
     except ConfigError as error:
         pytest.skip(str(error))  # another package or GPU; those of torch itself: see the first test
     return choice.kernel
@@ -68,7 +68,7 @@ def kernel_of(name: str, head_dim: int, *, deterministic: bool = False) -> TileK
 def test_kernels_of_torch_itself_are_there_for_every_gpu_since_ampere(name: str) -> None:
     """Else every test of theirs would be skipped, and nobody would know."""
     device = torch.device("cuda", torch.cuda.current_device())
-    assert settle_kernel(name, device, dtype_of(name), 128).kernel.name == name  # type: ignore[arg-type]
+    assert select_kernel(name, device, dtype_of(name), 128).kernel.name == name  # type: ignore[arg-type]
 
 
 def make_case(tile: Band, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Case:
@@ -130,7 +130,7 @@ def test_all_kernels_in_turn_in_one_process_keep_their_own_library() -> None:
     kernels = []
     for name in NAMES:
         try:
-            kernels.append(settle_kernel(name, case.q.device, torch.bfloat16, 128).kernel)  # type: ignore[arg-type]
+            kernels.append(select_kernel(name, case.q.device, torch.bfloat16, 128).kernel)  # type: ignore[arg-type]
         except ConfigError:
             continue
     for kernel in [*kernels, *reversed(kernels)]:

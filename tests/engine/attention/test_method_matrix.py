@@ -65,7 +65,7 @@ HEADS: dict[str, dict[str, object]] = {
 KEEPS: dict[str, MemoryConfig] = {
     "all": MemoryConfig(activation_checkpoint="none"),
     "results": MemoryConfig(activation_checkpoint="attn_out"),
-    "half": MemoryConfig(activation_checkpoint="seq_fraction", kept_fraction=0.5),
+    "half": MemoryConfig(activation_checkpoint="seq_fraction", saved_fraction=0.5),
     "nothing": MemoryConfig(activation_checkpoint="full"),
 }
 KERNELS = {"reference": ReferenceKernel(), "cpu_flash": CpuFlashKernel()}

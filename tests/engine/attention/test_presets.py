@@ -257,7 +257,7 @@ def test_masks_and_policies_take_turns_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept_fraction", "attention", "layout"),
+    ("saved_fraction", "attention", "layout"),
     [
         (0.5, {}, "split_zigzag"),
         (0.0, {}, "zigzag"),
@@ -268,9 +268,9 @@ def test_masks_and_policies_take_turns_together() -> None:
     ],
 )
 def test_a_zigzag_is_split_where_recomputation_ends(
-    kept_fraction: float, attention: dict[str, object], layout: str
+    saved_fraction: float, attention: dict[str, object], layout: str
 ) -> None:
-    memory = MemoryConfig(activation_checkpoint="seq_fraction", kept_fraction=kept_fraction)
+    memory = MemoryConfig(activation_checkpoint="seq_fraction", saved_fraction=saved_fraction)
     method, (cut,) = layers_of(memory, 96, **attention)
     assert method.layout == layout
     assert method.split_at == (cut if layout == "split_zigzag" else 0)

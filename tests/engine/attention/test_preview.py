@@ -144,7 +144,7 @@ def test_the_document_of_a_ring_of_two_by_hand() -> None:
     config = RunConfig(
         model=ModelConfig(num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4),
         attention=AttentionConfig(preset="ring"),
-        memory=MemoryConfig(activation_checkpoint="seq_fraction", kept_fraction=0.5),
+        memory=MemoryConfig(activation_checkpoint="seq_fraction", saved_fraction=0.5),
         train=TrainConfig(seq_len=16, compute_dtype="bfloat16"),
     )
     preview = preview_attention(config, Topology(1, 2), machine)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timed_streams import TimedStreams
 
-from engine.activations.store import HostStore, Kept
+from engine.activations.store import HostStore, SavedTensors
 from engine.attention.stream_times import Times, TransferTimes, total
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
@@ -29,10 +29,10 @@ def offload(layers: int, layer_s: float, copy_s: float, **bounds: int) -> tuple[
     streams = TimedStreams(4 * ELEMENTS / copy_s)
     store = HostStore(CPU, streams, HostPool(), times=TransferTimes(streams), **bounds)
     store.times.start()
-    entries: list[Kept] = []
+    entries: list[SavedTensors] = []
     for layer in range(layers):
         streams.compute(layer_s)
-        entries.append(store.keep([torch.full((ELEMENTS,), float(layer))]))
+        entries.append(store.save([torch.full((ELEMENTS,), float(layer))]))
     while entries:
         kept = entries.pop()
         kept.fetch()
@@ -129,7 +129,7 @@ def test_nothing_is_collected_before_the_start_and_after_the_end() -> None:
 def test_without_a_clock_bytes_are_known_and_seconds_are_not() -> None:
     store = HostStore(CPU, TimedStreams(1.0), HostPool())
     store.times.start()
-    store.keep([torch.zeros(ELEMENTS)])
+    store.save([torch.zeros(ELEMENTS)])
     times = store.times.read()
     assert times == Times(4 * ELEMENTS, None, None)
     assert times.exposed_share(1.0) is None

@@ -251,6 +251,6 @@ def test_a_run_that_broke_off_leaves_nothing_in_flight_unordered() -> None:
     channel, tensors = Channel.PAYLOAD_INNER, [torch.zeros(3), torch.zeros(3)]
     for rank, op in enumerate(("send", "recv")):
         group.transports[rank].post([P2POp(0, op, channel, 1 - rank, (tensors[rank],))])  # and never waits
-        group.transports[rank].settle()
+        group.transports[rank].wait_pending()
         after = group.machine.enqueue((rank, None), "reuse", [], lambda: None)
         assert all(op.before(after) for op in group.machine.ops[:-1] if op.stream[0] == rank)

@@ -44,7 +44,7 @@ def messages_to_itself() -> bool:
     """One rank's NCCL groups: what was sent is what compute had written, whatever the channel."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    groups = make_channel_groups([(0,)], 0, tuple(Channel), timedelta(seconds=60), device, message_sms=8)
+    groups = make_channel_groups([(0,)], 0, tuple(Channel), timedelta(seconds=60), device, comm_sms=8)
     transport = StreamTransport(CudaStreams(device), GroupMessenger(groups, (0,)), Meter(Topology(1, 1), 0))
     source, target = torch.zeros(1 << 22, device=device), torch.zeros(1 << 22, device=device)
     right = True

@@ -14,7 +14,7 @@ from benchmarks.memory.report import claims, complete_rows, loss_spread
 from engine.config.settings import ModelConfig
 
 LENGTH, RANKS, HEADS, WIDTH, LAYERS = 64, 2, 2, 16, 4
-POLICIES = ("none", "full", "seq_fraction:kept_fraction=0.5", "attn_out", "attn_out_every:every_layers=4")
+POLICIES = ("none", "full", "seq_fraction:saved_fraction=0.5", "attn_out", "attn_out_every:every_layers=4")
 MODEL = ModelConfig(
     vocab_size=256,
     hidden_size=HEADS * WIDTH,
@@ -76,7 +76,7 @@ def test_extra_time_is_taken_within_a_round() -> None:
         [
             measured_row("none", [1.0, 9.0, 1.0]),
             measured_row("full", [3.0, 11.0, 3.5]),
-            measured_row("seq_fraction:kept_fraction=0.5", [1.5, 9.5, 1.5]),
+            measured_row("seq_fraction:saved_fraction=0.5", [1.5, 9.5, 1.5]),
         ],
         CELL,
         64,
@@ -87,7 +87,7 @@ def test_extra_time_is_taken_within_a_round() -> None:
 
 def test_claims_say_what_held_and_what_did_not() -> None:
     x = 64 * 32 * 2 * LAYERS
-    half = "seq_fraction:kept_fraction=0.5"
+    half = "seq_fraction:saved_fraction=0.5"
     rows = [
         measured_row("none", [1.0]),
         measured_row("full", [2.0], kept=x, again=1.0),

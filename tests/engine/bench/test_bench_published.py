@@ -23,7 +23,7 @@ def test_every_published_speed_of_what_is_known_here_is_compared_once_and_planne
     assert (config.attention.preset, config.memory.activation_checkpoint) == ("single", "attn_out")
     assert (config.memory.optimizer_store, config.train.compute_dtype) == ("host", "bfloat16")
     half = row("7b", "burst/seq_fraction_0.5", 2**21)
-    assert (half.config.memory.kept_fraction, half.world.nodes, half.world.local_ranks) == (0.5, 4, 8)
+    assert (half.config.memory.saved_fraction, half.world.nodes, half.world.local_ranks) == (0.5, 4, 8)
     assert half.whole_logits_gb == 0.0
     assert row("14b", "loongtrain_usp/attn_out", 2**20).whole_logits_gb == 4 * 32768 * 120_000 / 1e9
 

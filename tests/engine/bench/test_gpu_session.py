@@ -204,9 +204,9 @@ def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left
     unknown = steps.choose_policy(whole, "Imaginary 9000", predict, HARDWARE)
     assert (unknown.fits, unknown.config.memory.activation_checkpoint) == (False, "full")
     few, all_layers = steps.plan(steps.StepSizes(points=((2, 1048576), (32, 1048576))), "cuda").measurements
-    config = steps.config_of(steps.settled(few, policy))
+    config = steps.config_of(steps.resolved(few, policy))
     assert config == replace(policy.config, model=replace(policy.config.model, num_layers=2))
-    rows = steps.measure(torch.device("cpu"), **steps.settled(all_layers, policy).settings)
+    rows = steps.measure(torch.device("cpu"), **steps.resolved(all_layers, policy).settings)
     assert rows == [{"status": "skipped", "error": policy.reason}]
 
 

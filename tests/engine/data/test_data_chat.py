@@ -25,7 +25,7 @@ from engine.data.conversations import Conversation, read_conversation
 from engine.data.encoding import encode_documents
 from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
-from engine.data.sources import Piece
+from engine.data.sources import TextChunk
 from engine.data.tokenizers import load_tokenizer_file
 
 Messages = list[dict[str, Any]]
@@ -75,7 +75,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     for messages in CONVERSATIONS:
         text, learned = found.render_chat(conversation(messages), "here:1")
         assert text == theirs.apply_chat_template(messages, tokenize=False)
-        [encoded] = encode_documents([Piece(text, learned)], ours, [7], is_chat=True)
+        [encoded] = encode_documents([TextChunk(text, learned)], ours, [7], is_chat=True)
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **marks)
         assert encoded.ids.tolist() == expected["input_ids"]
         if marks["return_assistant_tokens_mask"]:

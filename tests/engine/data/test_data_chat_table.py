@@ -114,8 +114,8 @@ def compare(kind: str, name: str, long_text: str) -> tuple[int, int]:
     place = Path("row")
     conversation = read_conversation(row, messages, str(place))
     text, learned = ChatTemplate(name, source, tokens).render_chat(conversation, str(place))
-    pieces = Source("one row", (place,), lambda _: iter([split_text(text, learned)])).pieces(None)
-    parts = list(encode_documents(pieces, FileTokenizer(Tokenizer.from_str(tokenizer_text(kind)), kind), is_chat=True))
+    chunks = Source("one row", (place,), lambda _: iter([split_text(text, learned)])).chunks(None)
+    parts = list(encode_documents(chunks, FileTokenizer(Tokenizer.from_str(tokenizer_text(kind)), kind), is_chat=True))
     ids, prompts = (np.concatenate([getattr(part, key) for part in parts]) for key in ("ids", "is_prompt"))
 
     inner = Tokenizer.from_str(tokenizer_text(kind))
@@ -129,7 +129,7 @@ def compare(kind: str, name: str, long_text: str) -> tuple[int, int]:
     )  # fmt: skip
     assert ids.tolist() == expected["input_ids"]
     masks = np.array(expected["assistant_masks"], dtype=bool)
-    if kind == "word piece":  # blanks have no token there: transformers loses a block that begins with one
+    if kind == "word chunk":  # blanks have no token there: transformers loses a block that begins with one
         masks = learned_by_character(theirs, messages, chat_template=source, **given, **tokens, **kwargs)
     differ = np.flatnonzero(~prompts != masks)
     assert not differ.size, f"labels differ at tokens {differ[:10]}: {theirs.convert_ids_to_tokens(ids[differ[:10]])}"

@@ -1,4 +1,4 @@
-"""Encoding: ids of a document are those of the whole text, wherever it comes in pieces and windows end."""
+"""Encoding: ids of a document are those of the whole text, wherever it comes in chunks and windows end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizer_kinds import KINDS
 
 from engine.data.encoding import encode_documents
-from engine.data.sources import Piece
+from engine.data.sources import TextChunk
 from engine.data.tokenizers import FileTokenizer
 
 TOKENIZERS = {name: FileTokenizer(make(), name) for name, make in KINDS.items()}
@@ -32,14 +32,14 @@ PARTS = [
 texts = st.lists(st.sampled_from(PARTS), min_size=1, max_size=60).map("".join)
 
 
-def pieces_of(text: str, cuts: Sequence[int]) -> list[Piece]:
-    """`text` cut into pieces after so many characters each, again and again."""
-    pieces, start = [], 0
+def pieces_of(text: str, cuts: Sequence[int]) -> list[TextChunk]:
+    """`text` cut into chunks after so many characters each, again and again."""
+    chunks, start = [], 0
     while start < len(text):
-        size = cuts[len(pieces) % len(cuts)]
-        pieces.append(Piece(text[start : start + size], begins=start == 0))
+        size = cuts[len(chunks) % len(cuts)]
+        chunks.append(TextChunk(text[start : start + size], begins=start == 0))
         start += size
-    return pieces
+    return chunks
 
 
 @pytest.mark.parametrize("kind", KINDS)

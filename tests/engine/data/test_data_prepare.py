@@ -210,7 +210,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # 29 MB of text are 230 MB as int64 ids; a group of pieces needs about ten bytes per byte of its 4 to 6 MiB.
+    # 29 MB of text are 230 MB as int64 ids; a group of chunks needs about ten bytes per byte of its 4 to 6 MiB.
     assert peak < 90e6
 
 

@@ -138,7 +138,7 @@ PAIRS = {f"answer {index * 7}.": f"question {index}? " for index in range(60)} |
 
 
 def test_exactly_the_answers_are_learned_wherever_samples_are_cut(tmp_path: Path) -> None:
-    long = "x" * 1_500_000  # two pieces
+    long = "x" * 1_500_000  # two chunks
     records = [{"ask": ask, "say": say} for say, ask in PAIRS.items()] + [{"ask": long, "say": "long"}]
     data = prepare(record_corpus(tmp_path, records, text_field="say", prompt_field="ask"))
     answers: list[str] = []

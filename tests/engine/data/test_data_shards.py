@@ -127,16 +127,16 @@ def test_token_bytes_come_from_a_file_or_a_known_tokenizer_or_are_null(tmp_path:
         assert np.array_equal(shards.load_token_bytes(), sizes)  # type: ignore[arg-type]
 
 
-@given(count=st.integers(1, 60), piece=st.integers(1, 9), data=st.data())
+@given(count=st.integers(1, 60), chunk=st.integers(1, 9), data=st.data())
 @quick
 def test_echoed_every_piece_comes_twice(
-    tmp_path_factory: pytest.TempPathFactory, count: int, piece: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, count: int, chunk: int, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("text")
     np.array([[start, start + 1] for start in range(0, count, 3)], dtype="<i8").tofile(folder / "p.bin")
-    shards = echoed(make_shards(folder, range(count), prompts_file="p.bin"), piece)
-    pieces = [list(range(first, first + piece)) for first in range(0, count - piece + 1, piece)]
-    expected = np.array([token for one in pieces for token in one + one], dtype=np.int64)
+    shards = echoed(make_shards(folder, range(count), prompts_file="p.bin"), chunk)
+    chunks = [list(range(first, first + chunk)) for first in range(0, count - chunk + 1, chunk)]
+    expected = np.array([token for one in chunks for token in one + one], dtype=np.int64)
     assert shards.token_count == expected.size
     start = data.draw(st.integers(0, expected.size))
     length = data.draw(st.integers(0, expected.size - start))

@@ -18,21 +18,21 @@ from hypothesis import strategies as st
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, split, survey
-from engine.data.sources import PIECE_BYTES, Document, Piece, Source, open_source, stdlib_files
+from engine.data.sources import CHUNK_BYTES, Document, Source, TextChunk, open_source, stdlib_files
 
 
-def documents(pieces: Iterable[Piece]) -> list[list[str]]:
-    """The texts of the pieces of each."""
+def documents(chunks: Iterable[TextChunk]) -> list[list[str]]:
+    """The texts of the chunks of each."""
     found: list[list[str]] = []
-    for piece in pieces:
-        found += [[]] if piece.begins else []
-        found[-1].append(piece.text)
+    for chunk in chunks:
+        found += [[]] if chunk.begins else []
+        found[-1].append(chunk.text)
     return found
 
 
 def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[list[str]]:
     config = DataConfig(format=kind, paths=tuple(str(path) for path in paths), **settings)
-    return documents(open_source(config).pieces(None))
+    return documents(open_source(config).chunks(None))
 
 
 def test_text_files_are_documents_sorted_by_path_each_once(tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_text_files_are_documents_sorted_by_path_each_once(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("unit", ["ä€😀", "line ü\n", "x"])
 def test_long_text_comes_in_pieces_that_join_to_it(tmp_path: Path, unit: str) -> None:
-    text = unit * (5 * PIECE_BYTES // (2 * len(unit.encode()))) + "tail"
+    text = unit * (5 * CHUNK_BYTES // (2 * len(unit.encode()))) + "tail"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     for kind, size in (("text", lambda part: len(part.encode())), ("jsonl", len)):
         [parts] = read_all(kind, tmp_path / ("a.txt" if kind == "text" else "a.jsonl"))
         assert "".join(parts) == text
-        assert len(parts) >= 2 or len(text) < PIECE_BYTES
-        assert max(map(size, parts)) <= 2 * PIECE_BYTES
+        assert len(parts) >= 2 or len(text) < CHUNK_BYTES
+        assert max(map(size, parts)) <= 2 * CHUNK_BYTES
         assert "\n" not in unit or all(part.endswith("\n") for part in parts[:-1])
 
 
@@ -80,7 +80,7 @@ BROKEN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
         ("parquet", "*.pq", None, r"holds no files to read.*\.parquet"),
         *(
             ("text", "a.txt", before + b"ok\xff tail", rf"a\.txt: invalid UTF-8 at byte offset {len(before) + 2} ")
-            for before in (b"", b"line\n", b"x" * (PIECE_BYTES - 1), b"line\n" * PIECE_BYTES)
+            for before in (b"", b"line\n", b"x" * (CHUNK_BYTES - 1), b"line\n" * CHUNK_BYTES)
         ),
         ("text", "a.txt", "good €".encode()[:-1], "byte offset 5 .*unexpected end of data"),
         ("text", "a.txt", b"\x1f\x8b\x08\x00rest", "unpack it if it is compressed"),
@@ -136,29 +136,29 @@ def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: P
     assert list(open_source(DataConfig()).read(tmp_path / "latin.py")) == []
 
 
-# --- pieces and sides -------------------------------------------------------------------------------------------------
+# --- chunks and sides -------------------------------------------------------------------------------------------------
 
 parts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=3)
 fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
 
 
-def make_pieces(*texts: str | Iterable[str], max_bytes: int | None = None) -> list[Piece]:
-    """What a source gives of documents, each a text or the texts of its pieces."""
+def make_pieces(*texts: str | Iterable[str], max_bytes: int | None = None) -> list[TextChunk]:
+    """What a source gives of documents, each a text or the texts of its chunks."""
 
     def read(path: Path) -> Iterator[Document]:
         for text in texts:
-            yield map(Piece, [text] if isinstance(text, str) else text)
+            yield map(TextChunk, [text] if isinstance(text, str) else text)
 
-    return list(Source("made up", (Path("made-up"),), read).pieces(max_bytes))
+    return list(Source("made up", (Path("made-up"),), read).chunks(max_bytes))
 
 
 @given(parts, st.integers(1, 100))
 @quick
 def test_max_bytes_is_exact_up_to_a_whole_character(texts: list[str], limit: int) -> None:
-    pieces = make_pieces(*texts, max_bytes=limit)
+    chunks = make_pieces(*texts, max_bytes=limit)
     expected = "".join(texts).encode()[:limit].decode(errors="ignore")
-    assert "".join(piece.text for piece in pieces) == expected
-    assert all(piece.begins and piece.text for piece in pieces)
+    assert "".join(chunk.text for chunk in chunks) == expected
+    assert all(chunk.begins and chunk.text for chunk in chunks)
 
 
 def test_nothing_is_read_past_max_bytes_and_empty_documents_are_none() -> None:
@@ -170,14 +170,14 @@ def test_nothing_is_read_past_max_bytes_and_empty_documents_are_none() -> None:
     assert documents(make_pieces("", "a", ["", ""], ["", "b", "", "c"])) == [["a"], ["b", "c"]]
 
 
-def sides_of(pieces: Sequence[Piece], fraction: float) -> list[list[Piece]]:
+def sides_of(chunks: Sequence[TextChunk], fraction: float) -> list[list[TextChunk]]:
     """[what trains, what validates]."""
-    sides = list(split(pieces, *survey(pieces), fraction))
-    return [[piece for side, piece in sides if side == name] for name in (TRAIN, VALIDATION)]
+    sides = list(split(chunks, *survey(chunks), fraction))
+    return [[chunk for side, chunk in sides if side == name] for name in (TRAIN, VALIDATION)]
 
 
-def size(pieces: Iterable[Piece]) -> int:
-    return sum(len(piece.data) for piece in pieces)
+def size(chunks: Iterable[TextChunk]) -> int:
+    return sum(len(chunk.data) for chunk in chunks)
 
 
 @given(st.lists(parts, min_size=2, max_size=30), fractions)
@@ -190,32 +190,32 @@ def test_neither_side_is_empty_and_every_document_is_whole_on_one(texts: list[li
 
 
 def test_equal_documents_are_on_one_side_in_any_order_which_has_its_fraction_and_hardly_more() -> None:
-    pieces = make_pieces(*(f"document {index} " * 5 for index in range(2000)))
-    share = size(sides_of(pieces, 0.05)[1]) / size(pieces)
+    chunks = make_pieces(*(f"document {index} " * 5 for index in range(2000)))
+    share = size(sides_of(chunks, 0.05)[1]) / size(chunks)
     assert 0.05 <= share <= 0.05 + 3 / 2000  # a hash value of 16 bits rarely has more than a few documents
     texts = [f"text {index % 50}" for index in range(100)]
-    train, validation = ({piece.text for piece in side} for side in sides_of(make_pieces(*texts), 0.2))
+    train, validation = ({chunk.text for chunk in side} for side in sides_of(make_pieces(*texts), 0.2))
     assert not train & validation
-    assert {piece.text for piece in sides_of(make_pieces(*reversed(texts)), 0.2)[1]} == validation
+    assert {chunk.text for chunk in sides_of(make_pieces(*reversed(texts)), 0.2)[1]} == validation
     assert [len(side) for side in sides_of(make_pieces(*["same"] * 10), 0.1)] == [9, 1]  # of one alone a copy
     for halves in ([f"half {index}", f"rest {index}"] for index in range(9)):  # neither of which has most of the text
         lower = min(halves, key=lambda text: blake2b(text.encode(), digest_size=2).digest())
-        assert [piece.text for piece in sides_of(make_pieces(*halves), 0.1)[1]] == [lower]
+        assert [chunk.text for chunk in sides_of(make_pieces(*halves), 0.1)[1]] == [lower]
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 def test_a_document_with_most_of_the_text_always_trains(fraction: float) -> None:
     for index in range(50):
         huge = f"huge {index} " * 1000
-        assert huge in [piece.text for piece in sides_of(make_pieces("one", huge, f"small {index}"), fraction)[0]]
+        assert huge in [chunk.text for chunk in sides_of(make_pieces("one", huge, f"small {index}"), fraction)[0]]
 
 
 @given(st.lists(st.text("aé€😀", min_size=1, max_size=9), min_size=1, max_size=6), fractions)
 @quick
 def test_a_single_document_is_cut_by_position(texts: list[str], fraction: float) -> None:
-    pieces = make_pieces(texts)
-    train, validation = sides_of(pieces, fraction)
-    assert "".join(piece.text for piece in [*train, *validation]) == "".join(texts)
-    wanted = max(1, round(size(pieces) * fraction))
+    chunks = make_pieces(texts)
+    train, validation = sides_of(chunks, fraction)
+    assert "".join(chunk.text for chunk in [*train, *validation]) == "".join(texts)
+    wanted = max(1, round(size(chunks) * fraction))
     assert wanted <= size(validation) <= wanted + 3  # the cut moves back to the start of a character
     assert [len(documents(side)) for side in (train, validation) if side] == [1] * (1 + bool(train))

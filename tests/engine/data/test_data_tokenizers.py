@@ -173,7 +173,7 @@ def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family:
 
 
 def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
-    texts = [*TEXTS, "hello there " * 100_000]  # the last one in two pieces
+    texts = [*TEXTS, "hello there " * 100_000]  # the last one in two chunks
     data = prepare(config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), texts, prompt_field="ask"))
     found = 0
     for shards in (data.train, data.validation):

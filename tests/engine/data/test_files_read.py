@@ -21,8 +21,8 @@ def opened(kind: Any, *paths: Path, **settings: Any) -> Source:
 def texts(source: Source) -> list[str]:
     """The text of each document."""
     found: list[str] = []
-    for piece in source.pieces(None):
-        found = [*found, piece.text] if piece.begins else [*found[:-1], found[-1] + piece.text]
+    for chunk in source.chunks(None):
+        found = [*found, chunk.text] if chunk.begins else [*found[:-1], found[-1] + chunk.text]
     return found
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_no_bad_row(tmp_path: Path) -> None:
 def test_a_bad_row_before_the_end_of_max_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{bad\n{"text": "xyz"}\n{"text": "more"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:1: bad JSON"):
-        list(opened("jsonl", tmp_path).pieces(2))
+        list(opened("jsonl", tmp_path).chunks(2))
 
 
 def test_bad_rows_of_parquet_are_listed_together(tmp_path: Path) -> None:

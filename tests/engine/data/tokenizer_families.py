@@ -48,9 +48,9 @@ def _qwen() -> Tokenizer:
 
 
 def _mistral() -> Tokenizer:
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnoprstuvwxy,é"]
+    chunks = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnoprstuvwxy,é"]
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello"), ("▁", "t"), ("▁", "▁")]
-    vocabulary = {piece: index for index, piece in enumerate([*pieces, *map("".join, merges)])}
+    vocabulary = {chunk: index for index, chunk in enumerate([*chunks, *map("".join, merges)])}
     inner = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     strip = decoders.Strip(" ", 1, 0)

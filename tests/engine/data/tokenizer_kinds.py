@@ -117,5 +117,5 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "metaspace always": partial(_metaspace, "always"),
     "gemma": partial(_fallback, normalizers.Replace(" ", "▁"), None),
     "unigram": partial(_unigram, normalizers.NFKC()),
-    "word piece": _word_piece,
+    "word chunk": _word_piece,
 }

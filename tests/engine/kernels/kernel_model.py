@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.activations.checkpointed import apply_policies
-from engine.activations.layer_call import LayerManner
+from engine.activations.layer_call import LayerExecution
 from engine.activations.store import DeviceStore
 from engine.attention.context import AttentionGroup, build_context
 from engine.attention.transport import DistributedTransport
@@ -42,7 +42,7 @@ def loss_and_gradients(device: str, tile_tokens: int | None, dropout: float) -> 
     model = LlamaModel(MODEL, LossConfig(chunk_tokens=7, z_loss=0.01)).to(device, torch.float64)
     init_weights(model, 0)
     if tile_tokens is not None:
-        manner = LayerManner(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
+        manner = LayerExecution(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
         apply_policies(model, [manner] * MODEL.num_layers)
     group = AttentionGroup(0, Topology(1, 1), DistributedTransport({}, (0,), Topology(1, 1), 0), ReferenceKernel())
     context = build_context(group, [LayerAttention(Mask(TOKENS), METHOD)], TOKENS)

@@ -15,7 +15,7 @@ from engine.activations.store import HostStore
 from engine.attention.buffers import BufferPool, allocate_tensor, buffer_location
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.device.host_memory import HostMemoryError, HostPool, host_empty, lies_in_host_memory, piece_sizes
-from engine.device.row_blocks import Rehearsal, rehearse
+from engine.device.row_blocks import FakeRun, rehearse
 from engine.parallel.parallelize import activation_limit
 from engine.planning.topology import Topology
 from engine.runs.folder import describe_error
@@ -56,7 +56,7 @@ def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
     pool, seen = HostPool(pinned=pinned), []
-    with rehearse(Rehearsal(as_accelerator=True)):  # whose pinned memory needs no GPU
+    with rehearse(FakeRun(as_accelerator=True)):  # whose pinned memory needs no GPU
         for _ in range(3):
             taken = pool.take(300 * KIB, 300 * KIB, 64 * KIB, 5)
             pieces = [piece.data_ptr() for buffers in taken for piece in buffers]
@@ -86,7 +86,7 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
 
 def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
     pool = HostPool(300 * KIB, pinned=True)
-    with rehearse(Rehearsal(as_accelerator=True)):
+    with rehearse(FakeRun(as_accelerator=True)):
         for sizes in ([384 * KIB], [256 * KIB, 128 * KIB]):
             with pytest.raises(HostMemoryError):
                 pool.take(*sizes)  # 256 fit, 128 do not

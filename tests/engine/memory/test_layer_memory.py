@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from engine.activations.checkpointed import apply_policies
-from engine.activations.store import DeviceStore, Kept
+from engine.activations.store import DeviceStore, SavedTensors
 from engine.attention.library import ContextParallel
 from engine.config.settings import ModelConfig, RunConfig
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
-from engine.parallel.parallelize import layer_manners
+from engine.parallel.parallelize import layer_executions
 from engine.planning.topology import Topology
 from engine.predict.policy_cost import policy_cost
 from engine.resolve.attention import resolve_attention
@@ -40,8 +40,8 @@ SEQ_LEN = 512
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpoint": "full"},
     "attn_out": {"activation_checkpoint": "attn_out"},
-    "rho 0.25": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25},
-    "rho 0.5": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.5},
+    "rho 0.25": {"activation_checkpoint": "seq_fraction", "saved_fraction": 0.25},
+    "rho 0.5": {"activation_checkpoint": "seq_fraction", "saved_fraction": 0.5},
     "every 2": {"activation_checkpoint": "attn_out_every", "every_layers": 2},
     "layers": {"checkpoint_layers": ("full", "attn_out", "attn_out_every", "attn_out_every", "seq_fraction")},
 }
@@ -54,8 +54,8 @@ class CountingStore:
         self.kept_bytes = 0
         self._store = DeviceStore()
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
-        kept = self._store.keep(tensors)
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
+        kept = self._store.save(tensors)
         self.kept_bytes += sum(tensor.untyped_storage().nbytes() for tensor in kept.fetch())
         return kept
 
@@ -78,8 +78,8 @@ def kept_bytes(config: RunConfig) -> int:
     init_weights(model, 0)
     model.to(torch.bfloat16)
     store = CountingStore()
-    manners = [replace(manner, store=store) for manner in layer_manners(config, attention.method, mesh)]
-    apply_policies(model, manners)
+    executions = [replace(execution, store=store) for execution in layer_executions(config, attention.method, mesh)]
+    apply_policies(model, executions)
     (batch,) = own_part(random_batches(0, sequences=1, seq_len=config.train.seq_len), mesh)
     local = rank_batch(batch, model, attention, mesh)
     loss_of(model, local).backward()

@@ -18,7 +18,7 @@ from engine.predict.machine import find_machine
 from engine.predict.memory import Capacity, MemoryChoice, MemoryPrediction
 from engine.predict.policy_cost import method_on, policy_cost
 from engine.predict.step_time import predict_step
-from engine.resolve.memory import settle_memory
+from engine.resolve.memory import resolve_memory
 from engine.resolve.recommend import Adviser, with_ranks
 
 GB = 10**9
@@ -63,7 +63,7 @@ def fits(config: RunConfig, room: Capacity, world: Topology = WORLD) -> bool:
 def auto(device_gb: float, host_gb: float | None = 2000, *, length: int = 2**20, **memory: Any) -> MemoryChoice:
     """What is chosen with at most 8 predictions: what one needs tells of those like it."""
     predict = Predictor()
-    choice = settle_memory(open_config(length, memory=memory), WORLD, capacity(device_gb, host_gb), predict, H100)
+    choice = resolve_memory(open_config(length, memory=memory), WORLD, capacity(device_gb, host_gb), predict, H100)
     assert len(predict.asked) <= 8
     return choice
 
@@ -131,13 +131,13 @@ def test_less_memory_never_makes_a_step_faster_and_plenty_keeps_everything() -> 
     assert auto(120).candidates[0].step_s > min(one.step_s for one in auto(120).candidates if one.step_s)
 
 
-def settled(predict: Predictor, room: Capacity, **memory: Any) -> MemoryChoice:
-    return settle_memory(open_config(memory=memory), WORLD, room, predict, H100)
+def resolved(predict: Predictor, room: Capacity, **memory: Any) -> MemoryChoice:
+    return resolve_memory(open_config(memory=memory), WORLD, room, predict, H100)
 
 
 def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     predict = Predictor()
-    choice = settled(predict, capacity(2000))
+    choice = resolved(predict, capacity(2000))
     assert predict.asked == ["none"]
     assert {one.memory.host_layers for one in choice.candidates} == {None}  # none need lie there
     first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
@@ -152,29 +152,31 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
 
 def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
     """What one policy works with is not charged to another, and a peak that layers on the host do not lower ends it."""
-    full = settled(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
+    full = resolved(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
     assert (full.fits, full.config.memory.activation_checkpoint) == (True, "full")
     high = Predictor(least_gb=41)
-    assert settled(high, capacity(40), tile_tokens=4096).fits
+    assert resolved(high, capacity(40), tile_tokens=4096).fits
     assert high.asked.count("none") == 3
     refuted = auto(150).config.memory
-    choice = settled(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
+    choice = resolved(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
     assert (choice.fits, choice.config.memory == refuted) == (True, False)
     assert [one.fits for one in choice.candidates if one.memory == refuted] == [False]
     never = Predictor(lambda config: 30.0)
-    choice = settled(never, capacity(100))
+    choice = resolved(never, capacity(100))
     assert (choice.fits, len(never.asked) <= 2 * 12) == (False, True)
 
 
 def test_what_is_named_is_kept() -> None:
     configured = seven_b(memory={"activation_checkpoint": "full"})
-    assert settle_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(configured, (), "as configured")
+    assert resolve_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(
+        configured, (), "as configured"
+    )
     assert auto(100, activation_store="device", tile_tokens=2048).config.memory.tile_tokens == 2048
 
 
 def test_on_a_cpu_and_where_its_size_is_unknown_nothing_is_moved_to_the_host() -> None:
     on_cpu = open_config(2**17, cluster={"backend": "gloo"})
-    choice = settle_memory(on_cpu, WORLD, capacity(100, 800, shared=True), PREDICT, find_machine("cpu"))
+    choice = resolve_memory(on_cpu, WORLD, capacity(100, 800, shared=True), PREDICT, find_machine("cpu"))
     assert choice.fits
     for candidates in (choice.candidates, auto(100, None).candidates):
         assert {candidate.memory.activation_store for candidate in candidates} == {"device"}
@@ -202,9 +204,9 @@ def test_when_nothing_fits_it_is_said_what_is_missing_and_how_many_ranks_would_d
 def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None:
     """It would save 3% on one node; one that computes again what it can would save nothing there."""
     asked, world, machine = open_config(2**17), Topology(2, 4), find_machine("h100", {"inter_bytes_per_s": 20e9})
-    settled = replace(asked, memory=replace(asked.memory, activation_checkpoint="none", activation_store="device"))
-    found = Adviser(capacity(2000), machine, PREDICT).recommend(asked, settled, world)
-    steps = [predict_step(settled, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
+    resolved = replace(asked, memory=replace(asked.memory, activation_checkpoint="none", activation_store="device"))
+    found = Adviser(capacity(2000), machine, PREDICT).recommend(asked, resolved, world)
+    steps = [predict_step(resolved, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
     assert found is not None
     assert (found.change, found.saving) == ("--ranks 4 --nodes 1", pytest.approx(1 - steps[1] / steps[0]))
 

@@ -113,7 +113,7 @@ RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
         (
             gpu_config(activation_checkpoint="attn_out"),
             "device",
-            [TILE, *STORES, f"{POLICY}=seq_fraction memory.kept_fraction=", f"{POLICY}=full", RANKS, SHORTER],
+            [TILE, *STORES, f"{POLICY}=seq_fraction memory.saved_fraction=", f"{POLICY}=full", RANKS, SHORTER],
         ),
         (SET_ALREADY, "device", [RANKS, SHORTER]),
         (

@@ -20,7 +20,7 @@ from engine.distributed.collectives import sum_over_ranks
 from engine.distributed.mesh import Mesh
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
-from engine.parallel.parallelize import build_model, layer_manners
+from engine.parallel.parallelize import build_model, layer_executions
 from engine.planning.methods.presets import PRESETS
 from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
@@ -38,8 +38,8 @@ SPLIT = "burst and tensor parallel"
 EXACT: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpoint": "full"},
     "attn_out": {"activation_checkpoint": "attn_out"},
-    "rho 0": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.0},
-    "rho 1": {"activation_checkpoint": "seq_fraction", "kept_fraction": 1.0},
+    "rho 0": {"activation_checkpoint": "seq_fraction", "saved_fraction": 0.0},
+    "rho 1": {"activation_checkpoint": "seq_fraction", "saved_fraction": 1.0},
     "every 2": {"activation_checkpoint": "attn_out_every", "every_layers": 2},
     "every 3 on host": {"activation_checkpoint": "attn_out_every", "every_layers": 3, "activation_store": "host"},
     "full on host": {"activation_checkpoint": "full", "activation_store": "host"},
@@ -49,8 +49,8 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 # Tiles of attention or of the MLP are cut otherwise: sums may round otherwise.
 CLOSE: dict[str, dict[str, Any]] = {
-    "rho 0.25": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25},
-    "rho 0.5 on host": {"activation_checkpoint": "seq_fraction", "kept_fraction": 0.5, "activation_store": "host"},
+    "rho 0.25": {"activation_checkpoint": "seq_fraction", "saved_fraction": 0.25},
+    "rho 0.5 on host": {"activation_checkpoint": "seq_fraction", "saved_fraction": 0.5, "activation_store": "host"},
     "none in tiles": {"activation_checkpoint": "none", "tile_tokens": 3},
     "attn_out in tiles": {"activation_checkpoint": "attn_out", "tile_tokens": 3},
     "every 2 in tiles on host": {
@@ -106,7 +106,7 @@ def whole_in_float64(config: RunConfig, mesh: Mesh, channels: Transport) -> tupl
     attention = ContextParallel.of_run(exact, mesh, channels)
     model = LlamaModel(config.model, config.loss).to(torch.float64)
     init_weights(model, config.seed)
-    apply_policies(model, layer_manners(config, attention.method, mesh))
+    apply_policies(model, layer_executions(config, attention.method, mesh))
     return model, attention
 
 

@@ -55,14 +55,14 @@ def test_ranks_do_not_resolve_auto() -> None:
 
 @pytest.mark.parametrize(("kept", "cut"), [(0.0, 96), (0.25, 72), (0.5, 48), (0.9, 8), (1.0, 0)])
 def test_the_cut_of_seq_fraction_is_rounded_to_a_multiple(kept: float, cut: int) -> None:
-    config = RunConfig(memory=MemoryConfig(kept_fraction=kept), train=TrainConfig(seq_len=95))
+    config = RunConfig(memory=MemoryConfig(saved_fraction=kept), train=TrainConfig(seq_len=95))
     kinds: tuple[CheckpointKind, ...] = ("none", "attn_out", "attn_out_every", "full", "seq_fraction")
     assert [recompute_cut(kind, config, cp_size=4) for kind in kinds] == [None, 0, 0, 96, cut]
 
 
 @pytest.mark.parametrize(("rho", "share"), [(0.0, 1.0), (0.25, 0.5625), (0.5, 0.25), (1.0, 0.0)])
 def test_seq_fraction_keeps_its_share_of_results_and_attends_the_rest_squared(rho: float, share: float) -> None:
-    memory = {"activation_checkpoint": "seq_fraction", "kept_fraction": rho}
+    memory = {"activation_checkpoint": "seq_fraction", "saved_fraction": rho}
     for attention in ({"preset": "striped"}, {"preset": "fpdt", "chunk_store": "device"}):  # fpdt: chunk_cyclic
         cost = cost_of(memory=memory, attention=attention)
         assert set(cost.layer_bytes) == {2 * T * D + round(rho * RESULTS)}

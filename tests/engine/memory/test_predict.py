@@ -63,7 +63,7 @@ CASES: dict[str, RunConfig] = {
     "updates in backward": small_config(memory={"optimizer_in_backward": True}, optimizer={"max_grad_norm": None}),
     "4 ranks, half of the sequence, burst": small_config(1024, "burst", policy="seq_fraction"),
     "4 ranks, half of the sequence, contiguous": small_config(
-        1024, "ring", policy="seq_fraction", attention={"layout": "contiguous"}, memory={"kept_fraction": 0.25}
+        1024, "ring", policy="seq_fraction", attention={"layout": "contiguous"}, memory={"saved_fraction": 0.25}
     ),
     "4 ranks, heads": small_config(
         1024, "usp", policy="attn_out_every", attention={"head_parallel_size": 2}, memory={**HOST, "every_layers": 4}

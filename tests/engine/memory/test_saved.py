@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from engine.activations.saved import offloaded
-from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
+from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
 from engine.attention.streams import NoStreams
 from engine.config.settings import ModelConfig
 from engine.device.host_memory import HostPool, host_empty
@@ -37,9 +37,9 @@ class CountingStore:
         self.inner = inner or host_store(CPU)
         self.sizes: list[int] = []
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         self.sizes += [tensor.numel() for tensor in tensors]
-        return self.inner.keep(tensors)
+        return self.inner.save(tensors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

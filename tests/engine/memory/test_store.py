@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.activations.store import ActivationStore, DeviceStore, HostStore, Kept, ReleasedError, host_store
+from engine.activations.store import (
+    ActivationStore,
+    DeviceStore,
+    HostStore,
+    ReleasedError,
+    SavedTensors,
+    host_store,
+)
 from engine.attention.streams import NoStreams
 from engine.device.host_memory import HostMemoryError, HostPool
 
@@ -39,8 +46,8 @@ def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
         numbers(1).expand(4, 3),
     ]
     store = make()
-    kept = store.keep(tensors)
-    store.keep([numbers(50)])
+    kept = store.save(tensors)
+    store.save([numbers(50)])
     for _ in range(2):
         fetched = kept.fetch()
         for got, want in zip(fetched, tensors, strict=True):
@@ -54,19 +61,19 @@ def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
 def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) -> None:
     store, whole = make(), numbers(1000).view(10, 100)
     memory = weakref.ref(whole.untyped_storage())
-    kept = store.keep([whole[part]])
+    kept = store.save([whole[part]])
     del whole
     if isinstance(store, HostStore):
-        store.settle()
+        store.wait_pending()
     assert memory() is None
     assert torch.equal(kept.fetch()[0], numbers(1000).view(10, 100)[part])
     (fetched,) = kept.fetch()  # fills its memory: nothing is copied
-    assert fetched.data_ptr() == (DeviceStore().keep([fetched]).fetch()[0]).data_ptr()
+    assert fetched.data_ptr() == (DeviceStore().save([fetched]).fetch()[0]).data_ptr()
 
 
 @every_store
 def test_fetching_after_release_says_that_backward_ran_twice(make: MakeStore) -> None:
-    kept = make().keep([numbers(3)])
+    kept = make().save([numbers(3)])
     for _ in range(2):
         kept.release()
     with pytest.raises(ReleasedError, match="second time"):
@@ -77,7 +84,7 @@ def test_fetching_after_release_says_that_backward_ran_twice(make: MakeStore) ->
 def test_on_a_cpu_memory_is_free_once_it_is_kept_and_what_is_in_use_is_not_loaded_again() -> None:
     store, tensor = host_store(CPU), numbers(100)
     memory = weakref.ref(tensor.untyped_storage())
-    kept = store.keep([tensor])
+    kept = store.save([tensor])
     del tensor
     assert (memory(), store.in_use_bytes) == (None, 400)
     first = kept.fetch()
@@ -90,7 +97,7 @@ def test_on_a_cpu_memory_is_free_once_it_is_kept_and_what_is_in_use_is_not_loade
     assert store.in_use_bytes == 0
 
 
-def backward(kept: list[Kept], start: float) -> None:
+def backward(kept: list[SavedTensors], start: float) -> None:
     """Fetches and releases in backward's order, and checks."""
     while kept:
         layer = len(kept) - 1
@@ -103,8 +110,8 @@ def backward(kept: list[Kept], start: float) -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_micro_batches_in_flight_and_dropped_passes_do_not_mix(make: MakeStore, order: tuple[int, int]) -> None:
     store = make()
-    passes = [[store.keep([numbers(10, 100.0 * batch + layer)]) for layer in range(4)] for batch in range(2)]
-    evaluation = [store.keep([numbers(10, -1.0)]) for _ in range(4)]
+    passes = [[store.save([numbers(10, 100.0 * batch + layer)]) for layer in range(4)] for batch in range(2)]
+    evaluation = [store.save([numbers(10, -1.0)]) for _ in range(4)]
     evaluation[2].fetch()
     del evaluation
     for batch in order:
@@ -117,7 +124,7 @@ def test_after_an_exception_all_buffers_return() -> None:
     store = HostStore(CPU, NoStreams(), HostPool())
 
     def fails() -> None:
-        entries = [store.keep([numbers(10)]) for _ in range(5)]
+        entries = [store.save([numbers(10)]) for _ in range(5)]
         entries[2].release()
         for place in (4, 3):  # before the last is what is gone: it is not loaded
             entries[place].fetch()
@@ -129,15 +136,15 @@ def test_after_an_exception_all_buffers_return() -> None:
         fails()
     gc.collect()
     assert store.in_use_bytes == 0
-    backward([store.keep([numbers(10, float(layer))]) for layer in range(5)], 0.0)
+    backward([store.save([numbers(10, float(layer))]) for layer in range(5)], 0.0)
     assert store.pool.idle_bytes == 200
 
 
 def test_what_cannot_be_kept_is_refused_whole() -> None:
     store = HostStore(CPU, NoStreams(), HostPool(100))
     with pytest.raises(HostMemoryError):
-        store.keep([numbers(20), numbers(10)])
+        store.save([numbers(20), numbers(10)])
     assert store.in_use_bytes == 0
-    backward([store.keep([numbers(10)])], 0.0)
+    backward([store.save([numbers(10)])], 0.0)
     with pytest.raises(ValueError, match="store for cpu was given a tensor on meta"):
-        store.keep([torch.empty(3, device="meta")])
+        store.save([torch.empty(3, device="meta")])

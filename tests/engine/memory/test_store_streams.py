@@ -12,7 +12,7 @@ import torch
 from testkit.stream_machine import Access, Machine, MachineStreams, access, host_waits_are_errors
 from torch import Tensor
 
-from engine.activations.store import HostStore, Kept, host_store
+from engine.activations.store import HostStore, SavedTensors, host_store
 from engine.device.host_memory import HostPool
 from engine.planning.program.ops import Channel
 
@@ -31,13 +31,13 @@ class Rig:
         self.store = HostStore(CPU, self.streams, self.pool, **bounds)
         self.read: list[tuple[float, float]] = []
 
-    def keep(self, value: float) -> Kept:
+    def save(self, value: float) -> SavedTensors:
         """An entry whose tensor compute has still to make."""
         tensor = torch.full((ELEMENTS,), torch.nan)
         self.compute("make", tensor, lambda: tensor.fill_(value))
-        return self.store.keep([tensor])
+        return self.store.save([tensor])
 
-    def use(self, kept: Kept, value: float) -> None:
+    def use(self, kept: SavedTensors, value: float) -> None:
         """What a layer's backward pass does with an entry."""
         (tensor,) = kept.fetch()
         self.compute("use", tensor, lambda: self.read.append((tensor.sum().item(), value * ELEMENTS)))
@@ -62,7 +62,7 @@ def test_nothing_is_read_before_its_copy_and_no_buffer_is_written_before_its_las
     order = random.Random(seed)
     values = itertools.count(1.0)
     for _ in range(3):  # later steps use the buffers of earlier ones
-        passes = [[(rig.keep(value), value) for value in itertools.islice(values, 3)] for _ in range(2)]
+        passes = [[(rig.save(value), value) for value in itertools.islice(values, 3)] for _ in range(2)]
         order.shuffle(passes)
         for entries in passes:
             for kept, value in reversed(entries):
@@ -71,7 +71,7 @@ def test_nothing_is_read_before_its_copy_and_no_buffer_is_written_before_its_las
                     rig.use(kept, value)
                 kept.release()
             entries.clear()
-        rig.keep(next(values))  # dropped at once
+        rig.save(next(values))  # dropped at once
     assert rig.pool.in_use_bytes + rig.pool.idle_bytes <= 7 * 4 * ELEMENTS
     rig.check(seed)
 
@@ -113,7 +113,7 @@ class ComputeAtOnce(Rig):
 @pytest.mark.parametrize(("copies", "loads"), [(0, 0), (0, 1), (2, 1), (3, 2)])
 def test_device_memory_is_freed_only_after_the_copies_that_touch_it(copies: int, loads: int, leave: str) -> None:
     rig = ComputeAtOnce(FreeingStreams, copies_in_flight=copies, loads_ahead=loads)
-    entries = [rig.keep(float(layer)) for layer in range(6)]
+    entries = [rig.save(float(layer)) for layer in range(6)]
     assert sum(op.what == "free" for op in rig.machine.ops) == 6 - copies
     for place in (3, 2):
         rig.use(entries[place], float(place))
@@ -126,7 +126,7 @@ def test_device_memory_is_freed_only_after_the_copies_that_touch_it(copies: int,
     if leave == "drop":
         entries.clear()
     if leave in ("drop", "settle"):
-        rig.store.settle()
+        rig.store.wait_pending()
     assert not rig.machine.races()
     assert not rig.streams.watched  # all of it is free
 
@@ -134,11 +134,11 @@ def test_device_memory_is_freed_only_after_the_copies_that_touch_it(copies: int,
 def test_compute_waits_for_the_oldest_copy_when_too_many_are_in_flight() -> None:
     rig = Rig(FreeingStreams, copies_in_flight=2)
     memory: list[weakref.ref[torch.UntypedStorage]] = []
-    entries: list[Kept] = []
+    entries: list[SavedTensors] = []
     for _ in range(5):
         tensor = torch.zeros(ELEMENTS)
         memory.append(weakref.ref(tensor.untyped_storage()))
-        entries.append(rig.store.keep([tensor]))
+        entries.append(rig.store.save([tensor]))
         del tensor
         copies = [op for op in rig.machine.ops if op.what == "d2h copy"]
         now = rig.machine.enqueue(COMPUTE, "now", [], lambda: None)
@@ -148,11 +148,11 @@ def test_compute_waits_for_the_oldest_copy_when_too_many_are_in_flight() -> None
     assert not [op for op in rig.machine.ops if op.what == "h2d copy"]  # still on the device
 
 
-def entries_of_sizes(count: int, loads_ahead: int) -> tuple[list[Kept], Machine, HostStore]:
+def entries_of_sizes(count: int, loads_ahead: int) -> tuple[list[SavedTensors], Machine, HostStore]:
     machine = Machine()
     streams = MachineStreams(machine, 0)
     store = HostStore(CPU, streams, HostPool(), copies_in_flight=0, loads_ahead=loads_ahead)
-    return [store.keep([torch.zeros(size, dtype=torch.uint8)]) for size in range(1, count + 1)], machine, store
+    return [store.save([torch.zeros(size, dtype=torch.uint8)]) for size in range(1, count + 1)], machine, store
 
 
 def loaded(machine: Machine) -> list[int]:
@@ -184,7 +184,7 @@ def test_no_more_is_loaded_ahead_than_allowed() -> None:
     for place in (6, 4, 2):
         entries[place].fetch()
     assert loaded(machine) == [7, 6, 5, 4, 3]
-    store.settle()
+    store.wait_pending()
     entries[2].fetch()
     assert loaded(machine) == [7, 6, 5, 4, 3, 3, 2]
 
@@ -194,7 +194,7 @@ def test_on_a_gpu_entries_go_to_the_host_and_come_back_while_compute_runs() -> N
     device = torch.device("cuda", torch.cuda.current_device())
     store, elements, layers = host_store(device), 1 << 22, 6
     make = functools.partial(torch.full, (elements,), device=device)
-    for kept in [store.keep([make(0.0)]) for _ in range(layers)]:  # pins memory, which makes the host wait
+    for kept in [store.save([make(0.0)]) for _ in range(layers)]:  # pins memory, which makes the host wait
         kept.release()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -205,9 +205,9 @@ def test_on_a_gpu_entries_go_to_the_host_and_come_back_while_compute_runs() -> N
             entries = []
             for layer in range(layers):
                 torch.cuda._sleep(10_000_000)  # copies that do not wait for compute come too early
-                entries.append(store.keep([make(start + layer)]))
+                entries.append(store.save([make(start + layer)]))
                 make(-1.0)  # overwrites memory that was freed too early
-            store.settle()
+            store.wait_pending()
             while entries:
                 kept = entries.pop()
                 (tensor,) = kept.fetch()
@@ -225,18 +225,18 @@ def test_on_a_gpu_a_copy_behind_long_compute_is_hidden_and_one_that_is_waited_fo
     device = torch.device("cuda", torch.cuda.current_device())
     store = host_store(device)
     tensor = torch.zeros(1 << 26, device=device)  # 256 MiB: some milliseconds
-    store.keep([tensor]).release()  # pins the memory
+    store.save([tensor]).release()  # pins the memory
     torch.cuda.synchronize()
     store.times.start()
-    store.keep([tensor]).release()
-    store.settle()
+    store.save([tensor]).release()
+    store.wait_pending()
     torch.cuda.synchronize()
     wire_s = store.times.read().transfer_s  # nothing else ran
     assert wire_s is not None
     store.times.start()
-    kept = store.keep([tensor])
+    kept = store.save([tensor])
     torch.cuda._sleep(200_000_000)  # about 0.1 s
-    store.settle()
+    store.wait_pending()
     torch.cuda.synchronize()
     hidden = store.times.read()
     store.times.start()

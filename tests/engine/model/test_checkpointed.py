@@ -13,7 +13,7 @@ from testkit.tiny_training import TINY, whole
 from torch import Tensor
 
 from engine.activations.checkpointed import apply_policies
-from engine.activations.layer_call import LayerManner
+from engine.activations.layer_call import LayerExecution
 from engine.activations.store import DeviceStore
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
 from engine.attention.transport import DistributedTransport
@@ -41,8 +41,8 @@ UNCHUNKED = AttentionMethod("alst", "contiguous", 1, 1, "kv", "float32", "")
 
 def tile_layers(model: LlamaModel, tile_tokens: int, *, keep: bool) -> None:
     """Makes all layers run in tiles, keeping everything or their inputs only."""
-    manner = LayerManner(LayerPolicy("none" if keep else "full"), DeviceStore(), tile_tokens)
-    apply_policies(model, [manner] * len(model.layers))
+    execution = LayerExecution(LayerPolicy("none" if keep else "full"), DeviceStore(), tile_tokens)
+    apply_policies(model, [execution] * len(model.layers))
 
 
 def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> SequenceContext:
@@ -175,7 +175,7 @@ def test_layers_are_tiled_where_chunks_or_tiles_are_asked_for():
 def test_layers_whose_forward_passes_are_mixed_up_say_so():
     config = TWO_LAYERS["gqa"]
     model = build(config, torch.float64)
-    apply_policies(model, [LayerManner(LayerPolicy("attn_out_every", place, 2), DeviceStore()) for place in (0, 1)])
+    apply_policies(model, [LayerExecution(LayerPolicy("attn_out_every", place, 2), DeviceStore()) for place in (0, 1)])
     hidden = torch.zeros(1, TOKENS, config.hidden_size, dtype=torch.float64, requires_grad=True)
     angles = torch.zeros(TOKENS, config.head_dim // 2)
     with pytest.raises(RuntimeError, match="those before it"):

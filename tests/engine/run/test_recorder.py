@@ -50,19 +50,19 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, status = tmp_path / "tokenizer.json", RankStatus()
-    recorder(run).keep(source)  # bytes need none
+    recorder(run).save(source)  # bytes need none
     source.write_text("{}")
     other = Recorder(run, status, rank=1, tensorboard=False)
     other.phase("train")
     other.row(ROW, 10)
     other.warn("odd")
-    other.keep(source)
+    other.save(source)
     for documents in (1, 2, 3):
         other.preparing(Progress("encode", documents))
     assert (status.phase, status.advances, run.read_metrics(), run.read_events()) == ("train", 3, [], [])
     assert not (run.path / "tokenizer.json").exists()
     recorder(run).row(ROW, 10)
-    recorder(run).keep(source)
+    recorder(run).save(source)
     assert run.read_metrics() == [ROW]
     assert (run.path / "tokenizer.json").read_text() == "{}"
     assert capsys.readouterr().out.count("step 3/10") == 1

@@ -100,7 +100,7 @@ def weights_after(config: RunConfig, micro_steps: int, late: bool) -> tuple[list
     for step in range(STEPS):
         accumulate(run, step, micro_steps)
         norms.append(float(updates.finish() if isinstance(updates, HostUpdates) else updates.update()))
-    updates.settle()
+    updates.wait_pending()
     return norms, full_weights(run.model), copies.waited
 
 
@@ -176,7 +176,7 @@ def weights_of_lazy_updates() -> tuple[list[int], bool]:
         left.clear()
         accumulate(run, step)
         updates.finish()
-    updates.settle()
+    updates.wait_pending()
     pairs = zip(full_weights(at_once.model).values(), full_weights(run.model).values(), strict=True)
     return left, all(torch.equal(expected, found) for expected, found in pairs)
 

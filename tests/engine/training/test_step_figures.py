@@ -86,7 +86,7 @@ def test_a_step_counts_the_pairs_of_the_documents_that_it_computed(ranks: Pools,
 def test_pairs_attended_again_are_those_of_the_first_part_of_the_sequence(ranks: Pools) -> None:
     config = tiny_config(
         attention={"preset": "single", "documents": True},
-        memory={"activation_checkpoint": "seq_fraction", "kept_fraction": 0.5},
+        memory={"activation_checkpoint": "seq_fraction", "saved_fraction": 0.5},
         train={"grad_accum_steps": 4},
     )
     ((row,),) = ranks(1).run(metered_rows, config, packed())
