@@ -1,4 +1,4 @@
-"""The runner protocol: what differs between launchers, one file each. Nobody else asks for the name of a launcher.
+"""The runner protocol: what differs between launchers. No other module asks for the name of a launcher.
 
 survey    what is known of the machines, and what may be planned for them      Runner.survey
 prepare   what they lack before anything starts                                Survey.prepare
