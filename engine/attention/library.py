@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
+from engine.attention.context import AttentionGroup, HeadShape, SequenceContext, build_context, open_transport
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
@@ -56,29 +56,6 @@ _OF_A_SEQUENCE = ("mask", "mask_layers", "documents")
 
 # What is kept for backward is the model's own affair: autograd keeps what attention gives it.
 _MEMORY = MemoryConfig(activation_checkpoint="none")
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Query heads, kv heads (a divisor of them) and the width of one head."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name}: got {getattr(self, field.name)}; at least 1 is needed"
-            for field in fields(self)
-            if getattr(self, field.name) < 1
-        ]
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_kv_heads: got {self.num_kv_heads}, expected a divisor of num_heads={self.num_heads}, "
-                "so that every kv head serves equally many query heads"
-            )
-        if problems:
-            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
