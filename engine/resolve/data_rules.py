@@ -9,6 +9,8 @@ from pathlib import Path
 
 from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
+from engine.pretrained.folder import find_tokenizer
+from engine.pretrained.shape import differences, read_pretrained
 
 _WEIGHT_TOLERANCE = 1e-6  # of a sum: what 0.1 + 0.2 + 0.7 may lack
 
@@ -154,8 +156,6 @@ def _files(data: DataConfig) -> Iterator[str]:
 
 
 def _is_tokenizer(path: Path) -> bool:
-    from engine.pretrained.folder import find_tokenizer
-
     try:
         return path.is_file() or (path.is_dir() and find_tokenizer(path) is not None)
     except DataError:  # a damaged file beside it, which whoever reads it names
@@ -213,9 +213,9 @@ def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
 
 
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
+    # These load numpy, which checking settings need not.
     from engine.data.agreement import tokenizer_problem
     from engine.pretrained.names import check_tied_head, weight_files
-    from engine.pretrained.shape import differences, read_pretrained
 
     try:
         pretrained = read_pretrained(folder)
