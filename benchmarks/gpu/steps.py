@@ -115,7 +115,7 @@ class Policy:
 
 
 def plan(sizes: StepSizes, device: str) -> Part:
-    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `settled`."""
+    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `resolved`."""
     measurements = []
     for layers, seq_len in sizes.points:
         measurements.append(_measurement(sizes, layers, run_config(sizes.model, seq_len, device)))
@@ -148,7 +148,7 @@ def _measurement(sizes: StepSizes, layers: int, whole: RunConfig) -> Measurement
     )
 
 
-def settled(measurement: Measurement, policy: Policy) -> Measurement:
+def resolved(measurement: Measurement, policy: Policy) -> Measurement:
     """The measurement under the policy of the whole model."""
     settings = measurement.settings
     about = settings["about"] | {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
