@@ -45,10 +45,10 @@ from burst_cli.overrides import (
     search_path,
 )
 from engine.config.errors import ConfigError
-from engine.config.rules import config_problems
 from engine.config.schema import Problem, Written, read_dataclass, to_plain
 from engine.config.settings import RunConfig
 from engine.config.yaml_text import ConfigDumper
+from engine.resolve.rules import config_problems
 
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
 _LONGEST_NAME = 100

@@ -9,7 +9,7 @@ from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.runner import Budget
 from benchmarks.gpu.steps import ALONE, Policy, choose_policy, config_of, read_config, resolved
 from benchmarks.gpu.worker import MeasurementError, error_text
-from engine.planning.memory.predictor import MemoryPrediction, Predictor
+from engine.predict.memory import MemoryPrediction, Predictor
 
 LEAST_S = 5.0
 

@@ -25,13 +25,13 @@ from burst_cli.plan.memory_check import (
     with_memory,
 )
 from burst_cli.runs.starts import earlier_start_s
-from cluster.launch.runner import Asked, Survey, runner_for, runner_of
+from cluster.control.runner import Asked, Survey, runner_for, runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.time.machine import find_machine, machine_fields
+from engine.predict.machine import find_machine, machine_fields
+from engine.resolve.rules import check_config
 from engine.runs.checkpoints import CheckpointError, check_steps_left, find_source, list_checkpoints
 from engine.runs.figures import count_of, duration, seconds
 from engine.runs.folder import check_writable, new_run_path
@@ -192,7 +192,7 @@ def show_plan(
 
 def show_job(plan: LaunchPlan, form: str) -> None:
     """Print the job of `plan` as YAML. Raises ConfigError for a plan that has none."""
-    from cluster.launch.manifest import FORMS, JOB_FILE
+    from cluster.launch.kubernetes.manifest import FORMS, JOB_FILE
 
     if JOB_FILE not in dict(plan.files):
         raise ConfigError(f"--as {form} needs cluster.launcher=kubernetes, as in cluster=k8s")

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 from burst_cli.compose import Composed
-from cluster.launch.runner import runner_for
+from cluster.control.runner import runner_for
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
+from engine.predict.room import find_shortage
 from engine.runs.checkpoints import CheckpointError, checkpoints_folder, checkpoints_of, find_source, list_checkpoints
-from engine.runs.room import find_shortage
 
 _KEY = "train.checkpoint.resume_from"
 
@@ -52,7 +52,7 @@ def with_source_path(overrides: tuple[str, ...], composed: Composed, runs_dir: P
 
 def _path_of(name: str, config: RunConfig, runs_dir: Path) -> str:
     # Only a launch that continues another run reads runs: all others start sooner without these.
-    from burst_cli.eval.request import weights_of
+    from burst_cli.checkpoint.weights import weights_of
     from burst_cli.runs.choose import choose_run
 
     # The folder of an experiment is no run: without this, a launch from within runs/ would mean it.

@@ -38,9 +38,9 @@ from cluster.survey.drivers import SmiFailure, SmiLog
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import fill, listed
 from engine.config.cluster import ClusterConfig
-from engine.config.data import model_problems
 from engine.config.settings import RunConfig
-from engine.runs.room import find_shortage, saves_checkpoints
+from engine.predict.room import find_shortage, saves_checkpoints
+from engine.resolve.data_rules import model_problems
 
 NAME = "launch.node"
 CHECKPOINT = "launch.checkpoint"

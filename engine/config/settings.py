@@ -2,7 +2,7 @@
 
 Standard library and PyYAML only: the command line and every rank import this module without torch.
 YAML -> Hydra compose -> plain dict -> `RunConfig` (here) -> RUN/config.yaml -> every rank.
-Rules between fields are in `engine.config.rules`.
+Rules between fields are in `engine.resolve.rules`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
-from engine.runs.files import hash_json
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
@@ -441,7 +440,7 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """The configuration that these plain values spell; absent fields take their defaults.
 
     Raises ConfigError with every unknown key, wrong type and illegal choice at once. Does not check fields
-    against one another or against files: that is `engine.config.rules.check_config`.
+    against one another or against files: that is `engine.resolve.rules.check_config`.
     """
     config, problems = read_dataclass(RunConfig, values)
     if problems:
@@ -475,8 +474,3 @@ def dump_config(config: RunConfig) -> str:
         return text
     # PyYAML writes Unicode's own line ends (U+0085) as they are and reads them back as another character.
     return yaml.dump(plain, Dumper=ConfigDumper, sort_keys=False)
-
-
-def config_fingerprint(config: RunConfig) -> str:
-    """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
-    return hash_json(to_plain(config))

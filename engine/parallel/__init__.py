@@ -1,1 +1,1 @@
-"""How ranks are divided: one object that owns the meshes, and FSDP2 over them."""
+"""How a model runs on many ranks: FSDP2, tensor parallelism, and the order in which they are composed."""

@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from engine.distributed.collectives import all_gather_first, reduce_scatter_first
 from engine.loss.fused import VocabularyRanks
 from engine.model.linear import Linear, linear
 from engine.model.llama import LlamaModel, RMSNorm, TransformerBlock
-from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
 
 def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
@@ -40,7 +40,7 @@ def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
     Matrices that widen are sliced by output features: x [B, T, in] -> [B, T, out / t], without communication; those
     that narrow by input features: x [B, T, in / t] -> own rows [B, T / t, out] of the sum over ranks; embedding and
     head by rows of the vocabulary. Norms of own rows, or of own heads, have their whole gain on every rank. Tied
-    weights must be tied again afterwards. Sizes must divide: engine.planning.methods.topology.tensor_parallel_problems.
+    weights must be tied again afterwards. Sizes must divide: engine.planning.topology.tensor_parallel_problems.
     """
     group = tp_mesh.get_group()
     _slice(model.embedding, tp_mesh, 0, _embed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config.errors import DataError
 from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers, has_transformers
-from engine.pretrained.folder import TokenizerFiles
+from engine.pretrained.folder import VOCABULARY_FILES, TokenizerFiles
 from engine.runs.files import hash_json
 
 # What tokenizers do differently: blanks at edges and in rows, digits, scripts, marks, code, bytes that are no letters.
@@ -185,8 +185,6 @@ def _ambiguous(files: TokenizerFiles, facts: AutoTokenizerFacts, ours: str, thei
 def _converted(files: TokenizerFiles) -> ResolvedTokenizer:
     """The tokenizer of a folder without tokenizer.json, converted by transformers."""
     from tokenizers import Tokenizer
-
-    from engine.pretrained.folder import VOCABULARY_FILES
 
     held = [name for name in VOCABULARY_FILES if (files.folder / name).is_file()]
     if not held:

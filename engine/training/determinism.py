@@ -3,7 +3,7 @@
 On a CPU runs are deterministic by themselves. On a GPU some kernels add numbers up in the order in which threads
 happen to finish: the backward passes of attention above all, index_add and scatter_add, and cuBLAS when streams share
 its workspace. Torch takes other algorithms where it has them and raises where it has none; kernels of attention say for
-themselves what they can (`engine.attention.kernels.base`). What remains is the order in which NCCL sums, which is the
+themselves what they can (`engine.kernels.attention.base`). What remains is the order in which NCCL sums, which is the
 same for the same ranks on the same machines.
 """
 

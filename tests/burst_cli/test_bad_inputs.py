@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from testkit.command_line import Result
 
-from engine.planning.time.machine import machine_fields
+from engine.predict.machine import machine_fields
 
 # Override, what is told of it: the mistake as given, and what to write instead. Those of a list are told in one breath.
 BAD_OVERRIDES = [
@@ -134,7 +134,7 @@ def test_run_that_cannot_fit_is_refused_before_anything_is_created(burst, tmp_pa
 def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
     one_core = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
     result = burst("launch", "exp=small", *one_core)
-    # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core of the table gives 55 to 80 GFLOP/s.
+    # 1.0e14 FLOPs by the counts of engine.predict.flops; a core of the table gives 55 to 80 GFLOP/s.
     assert_refused(result, "too slow: 28.4 min per step is expected on the CPU", "or a shorter sequence")
     free = ",".join(f"'{name}={'inf' if name.endswith('_per_s') else 0}'" for name in machine_fields())
     (tmp_path / "bad.jsonl").write_text("{nonsense")  # for what is not refused

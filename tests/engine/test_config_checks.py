@@ -8,7 +8,7 @@ import pytest
 from typed_settings import cases, config
 
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config, config_problems
+from engine.resolve.rules import check_config, config_problems
 
 RANKS4 = "cluster.ranks_per_node=4"
 TP2 = "parallel.tp_size=2 & cluster.ranks_per_node=2"

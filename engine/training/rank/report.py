@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.parallel.waits import WaitClock
+from engine.distributed.waits import WaitClock
 from engine.runs.oom import RESERVE_BYTES
 from engine.training.rank.faults import NO_FAULTS, Faults
 from engine.training.rank.flight import flight_record

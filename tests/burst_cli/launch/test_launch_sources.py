@@ -17,9 +17,9 @@ from cluster.launch.ssh import build_ssh_plan
 from engine.checkpoint.checkpointer import Snapshot
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointConfig, ModelConfig, RunConfig
+from engine.predict.room import checkpoint_bytes
 from engine.runs.checkpoints import CheckpointError
 from engine.runs.folder import RunFolder, create_run
-from engine.runs.room import checkpoint_bytes
 
 KEY = "train.checkpoint.resume_from"
 

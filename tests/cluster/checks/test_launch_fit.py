@@ -35,10 +35,10 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import Gpu
+from engine.predict.memory import Gpu
+from engine.predict.room import checkpoint_bytes
 from engine.pretrained.shape import config_json
 from engine.runs.figures import binary_bytes
-from engine.runs.room import checkpoint_bytes
 
 BARE, DOCKER, NCCL = (run_config(cluster=CLUSTERS[name]) for name in ("bare", "docker", "nccl"))
 GLOO = run_config(cluster={"backend": "gloo"})

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.config.data import weight_rules
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
 from engine.pretrained.names import INDEX_FILE, check_names, weight_files
 from engine.pretrained.shape import CONFIG_DEFAULTS, config_json, differences, family_of, read_pretrained
+from engine.resolve.data_rules import weight_rules
 
 LLAMA2 = {
     "model_type": "llama",

@@ -17,7 +17,7 @@ from testkit.waiting import wait_for
 
 from cluster.control.hang_blame import parse_stacks
 from engine.config.errors import ConfigError
-from engine.parallel.waits import WaitClock, find_straggler
+from engine.distributed.waits import WaitClock, find_straggler
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import prefer_expandable_segments
 from engine.training.rank.process import RankStatus, run_rank
