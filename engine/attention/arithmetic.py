@@ -102,7 +102,7 @@ class TensorArithmetic:
             add_kv(late.sums["dkv"], late.dk, late.dv, stores=late.stores)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add (in dst's dtype, computed in the wider one), copy or stats."""
+        """init, add (in dst's dtype, computed in the wider one), merge, copy or stats."""
         late = self._late
         if late is not None:
             if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
@@ -117,6 +117,10 @@ class TensorArithmetic:
         assert src is not None
         if op == "stats":
             dst.fields["stats"].copy_(backward_stats(dst.fields["dout"], src.fields["out"], src.fields["lse"]))
+            return
+        if op == "merge":
+            (out, block_out), (lse, block_lse) = (self._same_heads(name, dst, src) for name in ("out", "lse"))
+            merge_tile(out, lse, block_out, block_lse)
             return
         for name in dst.fields.keys() & src.fields.keys():
             target, source = self._same_heads(name, dst, src)

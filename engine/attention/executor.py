@@ -34,7 +34,7 @@ class Arithmetic(Protocol):
         """
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add, copy or stats (see `LocalOp`)."""
+        """Run a local operation (see `LocalOp`)."""
 
     def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
         """The tensors of some rows of a buffer that travel, in a fixed order."""

@@ -63,11 +63,11 @@ class _FreshRows:
                 yield from self._read(View(number, 0, buffer.rows))
 
     def _op(self, op: LocalOp) -> Iterable[LocalOp]:
-        """An op behind what it needs; an addition to fresh rows is a copy."""
+        """An op after what it needs; adding to fresh rows, or merging into them, is a copy."""
         dst, src = op.dst, op.src
         assert src is not None, op
         before = self._read(src)
-        if op.op != "add":
+        if op.op not in ("add", "merge"):
             self._write(dst)
             return (*before, op)
         if self._slots[dst.buffer].heads != self._slots[src.buffer].heads:
@@ -75,7 +75,7 @@ class _FreshRows:
         fresh = self._write(dst)
         if fresh is None:
             return (*before, op)
-        runs = (*_runs(~fresh, "add"), *_runs(fresh, "copy"))
+        runs = (*_runs(~fresh, op.op), *_runs(fresh, "copy"))
         return (*before, *(LocalOp(what, _part(dst, *run), _part(src, *run)) for what, *run in runs))
 
     def _takes(self, view: View) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
     from engine.planning.visibility.mask import Band
 
 Direction = Literal["forward", "backward"]
-OpName = Literal["init", "add", "copy", "stats"]
+OpName = Literal["init", "add", "merge", "copy", "stats"]
 
 
 class Kind(StrEnum):
@@ -191,14 +191,15 @@ class Transfer(NamedTuple):
 
 
 class LocalOp(NamedTuple):
-    """RankPass on one rank's buffers.
+    """An operation on one rank's buffers.
 
     init   dst = 0, lse = -inf
     add    dst += src
+    merge  dst (kind PARTIAL) becomes the softmax over the keys of dst and of src, another partial result of these rows
     copy   dst = src, cast; fields that only one side has are left out
     stats  dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
 
-    add and copy between buffers of different heads work on the heads of the narrower one.
+    add, merge and copy between buffers of different heads work on the heads of the narrower one.
     """
 
     op: OpName

@@ -73,4 +73,4 @@ class ViewBytes:
             (view.stop - view.start) * self._token_bytes.of(self._slots[view.buffer].kind, heads)
             for view in (op.dst, op.src)
         )
-        return (2 * dst if op.op == "add" else dst) + src
+        return (2 * dst if op.op in ("add", "merge") else dst) + src

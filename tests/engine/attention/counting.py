@@ -70,7 +70,7 @@ class CountingArithmetic:
                 _count(fields["kv_sums"], part, keys[:, part], queries[:, part], visible.T)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add, copy, stats on records."""
+        """init, add, merge, copy, stats on records."""
         if op == "init":
             _start(dst.fields)
             return
@@ -83,7 +83,7 @@ class CountingArithmetic:
         elif op == "copy":
             for name in target.keys() & source.keys():
                 target[name].copy_(source[name])
-        else:
+        else:  # add or merge: of partial results with keys in common, the counts exceed 1
             _claim(target["owner"], source["owner"], source["owner"] != UNOWNED)
             target["count"] += source["count"]
 

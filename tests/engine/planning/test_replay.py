@@ -22,6 +22,7 @@ from engine.planning.program.ops import (
     HeadPart,
     Kind,
     LocalOp,
+    OpName,
     RankPlan,
     Step,
     Tile,
@@ -77,6 +78,13 @@ def test_parts_of_different_size_meet_on_the_smaller_one_and_a_cast_moves_both_w
     buffers = (Buffer(Kind.DQ, 10), Buffer(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
     moved = ViewBytes(buffers, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
     assert moved == 6 * (2 * 8 * 4 + 2 * 8 * 2)
+
+
+@pytest.mark.parametrize(("op", "passes"), [("copy", 1 + 1), ("add", 2 + 1), ("merge", 2 + 1)])
+def test_adding_or_merging_reads_its_target_too(op: OpName, passes: int) -> None:
+    shape, buffers = TokenBytes(num_heads=2, num_kv_heads=1, head_dim=8), (Buffer(Kind.PARTIAL, 5),) * 2
+    moved = ViewBytes(buffers, shape).moved_by_op(LocalOp(op, View(0, 0, 5), View(1, 0, 5)))
+    assert moved == passes * 5 * 2 * (8 + 1) * 4, f"{op} moves {moved} bytes"
 
 
 @pytest.mark.parametrize(
