@@ -13,7 +13,7 @@ from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
-from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
+from engine.attention.merge import add_kv, backward_stats, finish, merge_tile, surrogate_out
 from engine.planning.program.ops import FIELDS, Buffer, Tile
 from engine.row_blocks import accumulate_dtype, ends
 
@@ -38,8 +38,12 @@ class TensorArithmetic:
     end.
     """
 
-    def __init__(self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None) -> None:
+    def __init__(
+        self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None, sinks: Tensor | None = None
+    ) -> None:
+        """`sinks`: [num_heads], one more logit per query head in the softmax's denominator (see `merge.finish`)."""
         self.shape = shape
+        self._sinks = sinks
         self.kernel = kernel
         self._lease = lease
         self._late: _KvGradients | None = None
@@ -102,7 +106,7 @@ class TensorArithmetic:
             add_kv(late.sums["dkv"], late.dk, late.dv, stores=late.stores)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add (in dst's dtype, computed in the wider one), merge, copy or stats."""
+        """init, add (in dst's dtype, computed in the wider one), merge, copy, finish or stats."""
         late = self._late
         if late is not None:
             if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
@@ -118,9 +122,12 @@ class TensorArithmetic:
         if op == "stats":
             dst.fields["stats"].copy_(backward_stats(dst.fields["dout"], src.fields["out"], src.fields["lse"]))
             return
-        if op == "merge":
-            (out, block_out), (lse, block_lse) = (self._same_heads(name, dst, src) for name in ("out", "lse"))
-            merge_tile(out, lse, block_out, block_lse)
+        if op in ("merge", "finish"):
+            (out, partial_out), (lse, partial_lse) = (self._same_heads(name, dst, src) for name in ("out", "lse"))
+            if op == "merge":
+                merge_tile(out, lse, partial_out, partial_lse)
+            else:
+                finish(out, lse, partial_out, partial_lse, self._sinks_of(src.buffer))
             return
         for name in dst.fields.keys() & src.fields.keys():
             target, source = self._same_heads(name, dst, src)
@@ -128,6 +135,9 @@ class TensorArithmetic:
                 target.add_(source)
             else:
                 target.copy_(source)
+
+    def _sinks_of(self, buffer: Buffer) -> Tensor | None:
+        return None if self._sinks is None else self._sinks[slice(*buffer.heads.queries(self.shape.num_heads))]
 
     def release(self) -> None:
         """Give back the buffers that are neither input nor output."""

@@ -1,4 +1,4 @@
-"""Merging the partial result of a tile into running accumulators, and the surrogate of `out` for backward.
+"""Merging partial results, finishing them, and the surrogate of `out` for backward.
 
 On a GPU each is one pass of a Triton kernel (`engine.kernels.merge`; torch's CUDA builds bring Triton along, and
 torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
@@ -42,6 +42,29 @@ def _merge_rows(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
     weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0.0)
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
+
+
+def finish(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Write (out, lse) of rows whose keys are all merged: the only place where a partial result becomes one.
+
+    A sink is a learned logit per query head, one more term of the softmax's denominator without a value (Xiao et al.
+    2024; GPT-OSS): lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward needs no change if out' and
+    lse' are saved: p = exp(scores - lse') and rowsum(dout * out') are those of the softmax with the sink, whose own
+    gradient is dsink = -sum over rows of exp(sink - lse') * rowsum(dout * out'). Rows that see no key have out' = 0.
+
+    Args:
+        out: [n, H, D], written in its dtype; may be `partial_out` itself.
+        lse: [n, H], written; may be `partial_lse` itself.
+        partial_out: [n, H, D] fp32 or float64; holds nothing of use afterwards.
+        partial_lse: [n, H], -inf where a row sees no key.
+        sinks: [H] in the dtype of `lse`; None: there are none.
+    """
+    if sinks is not None:
+        total = torch.logaddexp(partial_lse, sinks)
+        partial_out.mul_(torch.exp(partial_lse - total).unsqueeze(-1))
+        partial_lse = total
+    out.copy_(partial_out)
+    lse.copy_(partial_lse)
 
 
 def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None = None, *, stores: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from engine.attention.merge import backward_stats
 from engine.attention.transport import Transport
 from engine.memory.host import host_empty
 from engine.planning.program.ops import Kind, RankPlan
+from engine.row_blocks import accumulate_dtype
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,26 @@ class AttentionRuntime:
 
     def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
         """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""
-        arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        return Execution(self.forward, self.arithmetic(q, k.shape[1], device), self.transport, arguments)
+        return self._execution(self.forward, (q, k, v), device)
+
+    def _execution(
+        self,
+        plan: RankPlan,
+        operands: tuple[Tensor, Tensor, Tensor],
+        device: torch.device | None,
+        out_lse: Fields | None = None,
+    ) -> Execution:
+        """A forward plan, not yet run; `out_lse`: results of all rows, of which the plan computes the first ones."""
+        q, k, v = operands
+        arithmetic = self.arithmetic(q, k.shape[1], device)
+        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        if out_lse is not None:
+            arguments["out_lse"] = out_lse
+        if "partial" in plan.arguments and accumulate_dtype(q.dtype) == q.dtype:
+            # Finished in place: both have the same rows, heads and dtypes.
+            partial = arithmetic.allocate(plan.buffers[plan.argument("partial")])
+            arguments |= {"partial": partial, "out_lse": partial}
+        return Execution(plan, arithmetic, self.transport, arguments)
 
     def attend_again(
         self, operands: tuple[Tensor, Tensor, Tensor], kept: KeptResults | None, device: torch.device
@@ -98,20 +117,15 @@ class AttentionRuntime:
             execution = self.forward_execution(q, k, v, device)
             execution.run()
             return self.collect(execution, q, k, v)
-        names = self.recompute.arguments
-        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        if "out_lse" in names:
-            arguments["out_lse"] = self._completed(kept)
-        arithmetic = self.arithmetic(q, k.shape[1], device)
-        execution = Execution(self.recompute, arithmetic, self.transport, arguments)
+        joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
+        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(kept))
         execution.run()
-        if "out_lse" in names:
-            return self.collect(execution, q, k, v)
-        acc = execution.argument("partial") if self.recomputed_rows else None
-        out = kept.out if acc is None else _joined(acc["out"], kept.out)
-        lse = kept.lse if acc is None else _joined(acc["lse"], kept.lse)
-        kv = execution.argument("final_kv") if "final_kv" in names else {"k": k, "v": v}
-        return out, SavedAttention(q, kv["k"], kv["v"], out, lse)
+        out, saved = self.collect(execution, q, k, v)
+        if joins:
+            del execution, out  # and the partial result, before there is memory for all rows
+            saved = replace(saved, out=_joined(saved.out, kept.out), lse=_joined(saved.lse, kept.lse))
+            out = saved.out
+        return out, saved
 
     def kept_of(self, saved: SavedAttention) -> KeptResults:
         """Results of the rows whose attention is not computed again; the views of more where the host holds them.
@@ -135,13 +149,9 @@ class AttentionRuntime:
         kv: Fields = {"k": k, "v": v}
         for name in ("ring_kv", "final_kv"):
             kv = execution.argument(name) if name in names else kv
-        if "out_lse" in names:
-            saved = execution.argument("out_lse")
-            kept = SavedAttention(query, kv["k"], kv["v"], saved["out"], saved["lse"])
-            return execution.argument("out")["out"] if "out" in names else saved["out"], kept
-        acc = execution.argument("partial")
-        out = acc["out"].to(q.dtype)
-        return out, SavedAttention(query, kv["k"], kv["v"], out, acc["lse"])
+        results = execution.argument("out_lse")
+        saved = SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
+        return execution.argument("out")["out"] if "out" in names else saved.out, saved
 
     def backward_execution(
         self,
@@ -240,13 +250,11 @@ def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) ->
     return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
 
 
-def _joined(wide: Tensor, kept: Tensor) -> Tensor:
-    """First rows from an accumulator, in the dtype of the others, which were kept."""
-    if kept.shape[0] == 0:
-        return wide.to(kept.dtype)
-    joined = _with_room(wide.shape[0], kept)
-    joined[: wide.shape[0]].copy_(wide)
-    return joined
+def _joined(first: Tensor, kept: Tensor) -> Tensor:
+    """Recomputed first rows and the others, which were kept; no copy where either has none."""
+    if first.shape[0] and kept.shape[0]:
+        return torch.cat([first, kept])
+    return first if first.shape[0] else kept
 
 
 def _with_room(rows: int, kept: Tensor) -> Tensor:

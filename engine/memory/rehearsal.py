@@ -30,7 +30,10 @@ def rehearsed_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
 
 
 def rehearsed(plan: RankPlan) -> RankPlan:
-    """The same buffers and one step without transfers: of every kind the largest op and the largest tiles."""
+    """The same buffers and one step without transfers: of every kind the largest op and the largest tiles.
+
+    Partial results are finished after the tiles: only then is there memory for what they become.
+    """
     if not plan.steps:
         return plan
     ops = [op for step in plan.steps for op in (*step.pre, *step.after)]
@@ -50,7 +53,9 @@ def rehearsed(plan: RankPlan) -> RankPlan:
         lambda tile: tile.band.num_queries + tile.band.num_keys,
     ]
     tiles = dict.fromkeys(tile for measure in measures for tile in _largest(plan.tiles(), tile_kind, measure))
-    return replace(plan, steps=(Step(0, pre=tuple(chosen), tiles=tuple(tiles)),))
+    finishes = tuple(op for op in chosen if op.op == "finish")
+    others = tuple(op for op in chosen if op.op != "finish")
+    return replace(plan, steps=(Step(0, pre=others, tiles=tuple(tiles), after=finishes),))
 
 
 def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: Callable[[Item], int]) -> list[Item]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
     from engine.planning.visibility.mask import Band
 
 Direction = Literal["forward", "backward"]
-OpName = Literal["init", "add", "merge", "copy", "stats"]
+OpName = Literal["init", "add", "merge", "copy", "finish", "stats"]
 
 
 class Kind(StrEnum):
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
     Q = "q"  # query
     KV = "kv"  # key and value
-    PARTIAL = "partial"  # running out and lse, fp32
+    PARTIAL = "partial"  # running out and lse, fp32: of the keys that were merged so far
     Q_DOUT_STATS = "q_dout_stats"  # query, dout and (lse, surrogate scale): of queries that travel
     Q_DOUT_OUT = "q_dout_out"  # query, dout, out and lse: of queries that stay, and take `out` itself
     DQ = "dq"  # gradient of q, fp32
@@ -193,11 +193,12 @@ class Transfer(NamedTuple):
 class LocalOp(NamedTuple):
     """An operation on one rank's buffers.
 
-    init   dst = 0, lse = -inf
-    add    dst += src
-    merge  dst (kind PARTIAL) becomes the softmax over the keys of dst and of src, another partial result of these rows
-    copy   dst = src, cast; fields that only one side has are left out
-    stats  dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
+    init    dst = 0, lse = -inf
+    add     dst += src
+    merge   dst (kind PARTIAL) becomes the softmax over the keys of dst and of src, another partial result of these rows
+    copy    dst = src, cast; fields that only one side has are left out
+    finish  dst (kind OUT_LSE) = src (kind PARTIAL), complete: all keys are merged, and src is not used again
+    stats   dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
 
     add, merge and copy between buffers of different heads work on the heads of the narrower one.
     """

@@ -34,7 +34,7 @@ def trace(program: Program) -> Iterator[str]:
         source = "" if item.src is None else f" {name(item.src)}"
         if item.src and item.src.buffer in arrived:
             source = " what arrived"
-        return f"{item.op:6}{name(item.dst)} {'+=' if item.op == 'add' else '='}{source}"
+        return f"{item.op:5} {name(item.dst)} {'+=' if item.op == 'add' else '='}{source}"
 
     def tile(item: Tile) -> str:
         sums = name(item.sums) + (f", {name(item.kv_sums)}" if item.kv_sums else "")

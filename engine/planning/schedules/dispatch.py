@@ -74,12 +74,14 @@ class DispatchPass:
 def forward(me: DispatchPass) -> None:
     """q, k and v go to the ranks that compute; the owner of the queries merges partial out and lse."""
     q, kv, partial = me.argument(Kind.Q, "q"), me.argument(Kind.KV, "kv"), me.argument(Kind.PARTIAL, "partial")
+    out_lse = me.argument(Kind.OUT_LSE, "out_lse")
     queries, keys = dispatch(me, "q", q), dispatch(me, "kv", kv)
     partials = partial_results(me, "q", partial)
     for task in me.own_tasks:
         for band in me.visible.bands(task.q_rank, task.kv_rank):
             me.program.tile(COMPUTE, band, queries[task.q_rank], keys[task.kv_rank], partials[task.q_rank])
     combine(me, "q", partials, "merge")
+    me.program.after(COMBINE, "finish", out_lse, partial)
 
 
 def backward(me: DispatchPass) -> None:

@@ -20,10 +20,10 @@ from engine.planning.visibility.visible import Visibility
 class PlanPair:
     """Forward and backward plans of the same method, mask and layout.
 
-    recompute   between the two, the forward pass again for queries whose results were not kept, if asked for. Pins as
-                in forward, but `acc` has the first `recomputed_rows` of a rank's ring block only, and `saved` (after a
-                head exchange, or in chunks) is given with what was kept in all other rows: the plan writes the first
-                rows, and after an exchange sends out of all rows home
+    recompute   between the two, the forward pass again for queries whose results were not kept, if asked for. Arguments
+                as in forward, but `partial` and `out_lse` have the first `recomputed_rows` of a rank's ring block only.
+                After a head exchange, or in chunks, `out_lse` has all rows and is given with those that were kept: the
+                plan writes the first rows, and after an exchange sends out of all rows to their owners
 
     Causal attention of a share c of the sequence costs c**2 of the whole, and only keys that those queries see travel.
     Source: Sun et al. 2025 (BurstEngine, sequence-level selective checkpointing: striped layout, causal, c = 1/2).

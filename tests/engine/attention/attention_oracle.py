@@ -132,6 +132,7 @@ class Group:
     topology: Topology | None = None
     wire: torch.dtype = torch.float32
     before: int | None = None  # where the queries end that the recompute pass attends again
+    sinks: Tensor | None = None  # [heads]
 
     def run(self, inputs: Inputs) -> GroupResult:
         home = self.blocks.home
@@ -169,7 +170,9 @@ class Group:
         again = []
         rows = [self.blocks.recomputed_rows(self.before or 0, rank) for rank in range(len(local))]
         for rank, (q, k, v) in enumerate(local):
-            arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}, "out_lse": _forgotten(saved[rank], rows[rank])}
+            arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+            if "partial" not in plan.ranks[rank].arguments:
+                arguments["out_lse"] = _forgotten(saved[rank], rows[rank])
             arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1])
             again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), arguments))
         lockstep(again, hub)
@@ -194,6 +197,7 @@ class Group:
             self.kernel,
             hub.transport(rank),
             self.wire,
+            sinks=self.sinks,
         )
 
 
@@ -204,11 +208,14 @@ class PoisonedArithmetic(TensorArithmetic):
         return {name: poison(tensor) for name, tensor in super().allocate(buffer).items()}
 
 
+@dataclass(frozen=True)
 class PoisonedRuntime(AttentionRuntime):
-    """Whose arithmetic is poisoned."""
+    """Whose arithmetic is poisoned, and may have sinks."""
+
+    sinks: Tensor | None = None
 
     def arithmetic(self, q: Tensor, num_kv_heads: int, device: torch.device | None = None) -> TensorArithmetic:
-        return PoisonedArithmetic(super().arithmetic(q, num_kv_heads, device).shape, self.kernel)
+        return PoisonedArithmetic(super().arithmetic(q, num_kv_heads, device).shape, self.kernel, sinks=self.sinks)
 
 
 def _forgotten(saved: SavedAttention, rows: int) -> dict[str, Tensor]:
@@ -228,11 +235,11 @@ def _results(
     for name in ("ring_kv", "final_kv"):
         kv = again.argument(name) if name in names else kv
     results = _forgotten(before, rows)
-    if "out_lse" in names:
-        results = again.argument("out_lse")
-    else:
+    if "partial" in names:  # of the recomputed rows alone
         for name in ("out", "lse"):
-            results[name][:rows] = again.argument("partial")[name]
+            results[name][:rows] = again.argument("out_lse")[name]
+    else:
+        results = again.argument("out_lse")
     out = again.argument("out")["out"] if "out" in names else results["out"]
     return out, SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
 

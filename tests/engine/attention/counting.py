@@ -70,7 +70,7 @@ class CountingArithmetic:
                 _count(fields["kv_sums"], part, keys[:, part], queries[:, part], visible.T)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add, merge, copy, stats on records."""
+        """init, add, merge, copy, finish, stats on records."""
         if op == "init":
             _start(dst.fields)
             return
@@ -80,7 +80,7 @@ class CountingArithmetic:
             raise PlanError(f"{op} reads rows that hold nothing")
         if op == "stats":
             _take_stats(target, source)
-        elif op == "copy":
+        elif op in ("copy", "finish"):
             for name in target.keys() & source.keys():
                 target[name].copy_(source[name])
         else:  # add or merge: of partial results with keys in common, the counts exceed 1
@@ -171,7 +171,10 @@ class _Expected:
     def positions(self, rank: int, buffer: Buffer) -> Tensor:
         """Positions of the rows that a buffer must have."""
         positions = _positions_of(self.blocks, rank, buffer)
-        return positions[: self.asking[rank]] if self.asking is not None and buffer.kind == Kind.PARTIAL else positions
+        if self.asking is None or buffer.kind not in (Kind.PARTIAL, Kind.OUT_LSE):
+            return positions
+        # Of all rows where those that were kept are given.
+        return positions[: self.asking[rank] if buffer.argument != "out_lse" or buffer.rows < len(positions) else None]
 
 
 def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool, before: int | None = None) -> None:
@@ -194,9 +197,9 @@ def _prove_recompute(plan: AttentionPlan, expected: _Expected, forward: Records,
     """What the recompute pass leaves: as much as forward left, given the inputs and the rows that were kept."""
     given = _given(plan, expected.blocks)
     for rank, records in enumerate(forward):
-        if "out_lse" in records:
-            assert expected.asking is not None
-            kept_from = expected.asking[rank]
+        assert expected.asking is not None
+        kept_from, rank_plan = expected.asking[rank], plan.ranks[rank]
+        if rank_plan.buffers[rank_plan.argument("out_lse")].rows > kept_from:
             kept = {name: poison(tensor.clone()) for name, tensor in records["out_lse"].items()}
             for name, tensor in kept.items():
                 tensor[kept_from:] = records["out_lse"][name][kept_from:]
@@ -223,7 +226,7 @@ def _arithmetic(blocks: Blocks) -> CountingArithmetic:
 
 
 def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late: bool) -> Records:
-    """Pinned records of every rank after the run."""
+    """Records of every rank's arguments after the run."""
     arithmetic = _arithmetic(blocks)
     hub = Hub(plan.size, late=late)
     executions = [
@@ -231,12 +234,8 @@ def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late
     ]
     lockstep(executions, hub)
     return [
-        {
-            buffer.argument: fields
-            for buffer, fields in zip(plan.ranks[r].buffers, e.buffers, strict=True)
-            if buffer.argument is not None
-        }
-        for r, e in enumerate(executions)
+        {name: execution.argument(name) for name in plan.ranks[rank].arguments}
+        for rank, execution in enumerate(executions)
     ]
 
 

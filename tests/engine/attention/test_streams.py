@@ -105,7 +105,7 @@ class Case:
 
     def check_forward(self, executions: list[Execution]) -> None:
         for name in ("out", "lse"):
-            self.check(name, [execution.argument("partial")[name] for execution in executions])
+            self.check(name, [execution.argument("out_lse")[name] for execution in executions])
 
     def check_backward(self, executions: list[Execution]) -> None:
         self.check("dq", [execution.argument("dq")["dq"] for execution in executions])
