@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import TileGradients, TileKernel
-from engine.attention.kernels.heads import HeadSlices, split_heads
+from engine.attention.kernels.heads import HeadSlices, call_elements, split_heads
 from engine.attention.merge import add_kv, backward_stats, finish, merge_tile, surrogate_out
 from engine.planning.program.ops import FIELDS, Buffer, Tile
 from engine.row_blocks import accumulate_dtype, ends
@@ -23,11 +23,15 @@ ACCUMULATED = frozenset({"sums", "kv_sums"})  # operands of a tile that it adds 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads and dtypes of one attention call; `batch` sequences are folded into the heads."""
+    """Heads and dtypes of one attention call; `batch` sequences are folded into the heads.
+
+    Heads of q and k are `qk_dim` wide, those of v and out `v_dim`.
+    """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    qk_dim: int
+    v_dim: int
     dtype: torch.dtype
     device: torch.device
     wire_gradient_dtype: torch.dtype = torch.float32
@@ -65,12 +69,11 @@ class TensorArithmetic:
         """
         run = self._run_forward if "kv_sums" not in fields else self._run_backward
         q, limit = fields["q"]["q"], self.kernel.capabilities.max_call_elements
-        rows, num_heads, head_dim = q.shape
-        if limit is None or max(rows, fields["kv"]["k"].shape[0]) * num_heads * head_dim <= limit:
+        if limit is None or call_elements(q, fields["kv"]["v"]) * q.shape[1] <= limit:
             run(tile, fields)
             return
         shared = set()  # kv heads that a part before has written
-        for part in ends(split_heads(q, fields["kv"]["k"], limit)):
+        for part in ends(split_heads(q, fields["kv"]["v"], limit)):
             run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), _part_of(part, fields))
             shared.add(part.keys.start)
 
@@ -97,13 +100,13 @@ class TensorArithmetic:
             sums.copy_(dq)
         else:
             sums.add_(dq)
-        self._late = _KvGradients(fields["kv_sums"], dk, dv, tile.stores_kv)
+        self._late = _KvGradients(fields["kv_sums"], {"dk": dk, "dv": dv}, tile.stores_kv)
 
     def finish_step(self) -> None:
         """Add the dk and dv of the last tile to their sums."""
         if self._late is not None:
             late, self._late = self._late, None
-            add_kv(late.sums["dkv"], late.dk, late.dv, stores=late.stores)
+            add_kv(late.sums, late.gradients, stores=late.stores)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
         """init, add (in dst's dtype, computed in the wider one), merge, copy, finish or stats."""
@@ -111,7 +114,7 @@ class TensorArithmetic:
         if late is not None:
             if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
                 self._late = None
-                add_kv(late.sums["dkv"], late.dk, late.dv, src.fields["dkv"], stores=late.stores)
+                add_kv(late.sums, late.gradients, src.fields, stores=late.stores)
                 return
             self.finish_step()
         if op == "init":
@@ -160,24 +163,22 @@ class TensorArithmetic:
             first, last = part.keys(shape.num_heads, shape.num_kv_heads)
         else:
             first, last = part.queries(shape.num_heads)
-        axis = 2 if name == "dkv" else 1
         if wide is dst:
-            return target.narrow(axis, first, last - first), source
-        return target, source.narrow(axis, first, last - first)
+            return target[:, first:last], source
+        return target, source[:, first:last]
 
     def _field_shapes(self, buffer: Buffer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         shape = self.shape
         counts = buffer.heads.counts(shape.num_heads, shape.num_kv_heads)
         dtypes = {"element": shape.dtype, "sum": accumulate_dtype(shape.dtype), "wire": shape.wire_gradient_dtype}
-        return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[buffer.kind]}
+        return {f.name: (f.row(counts, shape.qk_dim, shape.v_dim), dtypes[f.dtype]) for f in FIELDS[buffer.kind]}
 
 
 class _KvGradients(NamedTuple):
-    """What a tile is about to add to `sums` (a DKV buffer's fields), or to store there."""
+    """dk and dv that a tile is about to add to `sums` (a DKV buffer's fields), or to store there."""
 
     sums: Fields
-    dk: Tensor
-    dv: Tensor
+    gradients: Fields
     stores: bool
 
 
@@ -187,10 +188,6 @@ def _part_of(part: HeadSlices, fields: Mapping[str, Fields]) -> dict[str, Fields
     """
     cut: dict[str, Fields] = {}
     for name, tensors in fields.items():
-        views = {
-            key: x.narrow(2 if key == "dkv" else 1, heads.start, heads.stop - heads.start)
-            for key, x in tensors.items()
-            for heads in [part.keys if key in KV_FIELDS else part.queries]
-        }
+        views = {key: x[:, part.keys if key in KV_FIELDS else part.queries] for key, x in tensors.items()}
         cut[name] = views if name in ACCUMULATED else {key: x.contiguous() for key, x in views.items()}
     return cut

@@ -3,10 +3,12 @@
 On a GPU each is one pass of a Triton kernel (`engine.kernels.merge`; torch's CUDA builds bring Triton along, and
 torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
 their time, but they are less than a hundredth of a tile's kernel and compiling costs seconds per process.
-dk and dv go to their sum in one pass, with what arrived of it; for dq `add_` of a narrower tensor is one.
+dk and dv go to their sums in one pass, with what arrived of them; for dq `add_` of a narrower tensor is one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -67,22 +69,34 @@ def finish(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, s
     lse.copy_(partial_lse)
 
 
-def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None = None, *, stores: bool = False) -> None:
-    """sums [n, 2, K, D] (fp32 or float64) += (dk, dv), both [n, K, D] and perhaps narrower, + what `arrived` there.
+def add_kv(
+    sums: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    arrived: Mapping[str, Tensor] | None = None,
+    *,
+    stores: bool = False,
+) -> None:
+    """Add the dk and dv of a tile to their sums, and those that `arrived` for the same rows.
 
-    stores   sums hold nothing yet: they become (dk, dv) + arrived
+    Args:
+        sums: dk [n, K, qk_dim] and dv [n, K, v_dim], fp32 or float64.
+        gradients: of the same shapes, perhaps narrower dtypes.
+        arrived: likewise; None: nothing did.
+        stores: sums hold nothing yet, and become gradients + arrived.
     """
-    if uses_triton(sums):
+    total, found = [sums["dk"], sums["dv"]], [gradients["dk"], gradients["dv"]]
+    others = None if arrived is None else [arrived["dk"], arrived["dv"]]
+    if uses_triton(total[0]):
         from engine.kernels import merge as kernels
 
-        kernels.add_kv(sums, dk, dv, arrived, stores=stores)
+        kernels.add_kv(total, found, others, stores=stores)
         return
     if stores:
-        torch._foreach_copy_(sums.unbind(1), [dk, dv])
+        torch._foreach_copy_(total, found)
     else:
-        torch._foreach_add_(sums.unbind(1), [dk, dv])
-    if arrived is not None:
-        sums.add_(arrived)
+        torch._foreach_add_(total, found)
+    if others is not None:
+        torch._foreach_add_(total, others)
 
 
 def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:

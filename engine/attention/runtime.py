@@ -79,14 +79,18 @@ class AttentionRuntime:
             return x.contiguous()
         return self.empty(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
-    def arithmetic(self, q: Tensor, num_kv_heads: int, device: torch.device | None = None) -> TensorArithmetic:
-        """Arithmetic for q [T, H, D], all heads, and so many kv heads, on `device` (None: where q lies)."""
-        wire = torch.float64 if q.dtype == torch.float64 else self.wire_gradient_dtype
-        shape = AttentionShape(q.shape[1], num_kv_heads, q.shape[2], q.dtype, device or q.device, wire)
+    def arithmetic(
+        self, x: Tensor, num_kv_heads: int, qk_dim: int, v_dim: int, device: torch.device | None = None
+    ) -> TensorArithmetic:
+        """Arithmetic for all heads of x [T, H, ...] and this many kv heads, on `device` (None: that of x)."""
+        wire = torch.float64 if x.dtype == torch.float64 else self.wire_gradient_dtype
+        shape = AttentionShape(x.shape[1], num_kv_heads, qk_dim, v_dim, x.dtype, device or x.device, wire)
         return TensorArithmetic(shape, self.kernel, lease=self.pool.lease())
 
     def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
-        """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""
+        """The forward pass over contiguous q [T, H, qk_dim], k [T, K, qk_dim] and v [T, K, v_dim], not yet run;
+        `device` computes.
+        """
         return self._execution(self.forward, (q, k, v), device)
 
     def _execution(
@@ -98,7 +102,7 @@ class AttentionRuntime:
     ) -> Execution:
         """A forward plan, not yet run; `out_lse`: results of all rows, of which the plan computes the first ones."""
         q, k, v = operands
-        arithmetic = self.arithmetic(q, k.shape[1], device)
+        arithmetic = self.arithmetic(q, k.shape[1], q.shape[2], v.shape[2], device)
         arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         if out_lse is not None:
             arguments["out_lse"] = out_lse
@@ -143,7 +147,7 @@ class AttentionRuntime:
         return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
-        """(out [T, H, D], what to save) after the forward pass ran."""
+        """(out [T, H, v_dim], what to save) after the forward pass ran."""
         names = self.forward.arguments
         query = execution.argument("ring_q")["q"] if "ring_q" in names else q
         kv: Fields = {"k": k, "v": v}
@@ -162,7 +166,7 @@ class AttentionRuntime:
         stats: Tensor | None = None,
         device: torch.device | None = None,
     ) -> Execution:
-        """The backward pass, not yet run; dout [T, H, D] of the own rows.
+        """The backward pass, not yet run; dout [T, H, v_dim] of the own rows.
 
         num_kv_heads   of all parts of the heads
         stats          `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
@@ -175,7 +179,7 @@ class AttentionRuntime:
         if "dout" in names:
             arguments["dout"] = {"dout": dout}
             arguments["out_lse"] = {"out": saved.out, "lse": saved.lse}
-            ring_dout = self.empty(saved.q.shape, saved.q.dtype, device or dout.device)
+            ring_dout = self.empty(saved.out.shape, saved.out.dtype, device or dout.device)
         arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
         if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
             if stats is None and self.takes_stats:
@@ -183,7 +187,8 @@ class AttentionRuntime:
             elif stats is None:  # after a head exchange the plan forms them
                 stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
             arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
-        arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], device)
+        qk_dim, v_dim = saved.q.shape[2], dout.shape[2]
+        arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], qk_dim, v_dim, device)
         return Execution(self.backward, arithmetic, self.transport, arguments)
 
 
@@ -214,8 +219,9 @@ class _Attention(torch.autograd.Function):
         )
         execution.run()
         # Cast on the device, for the same reason.
-        dq, dkv = (execution.argument(n)[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dkv"))
-        return dq, dkv[:, 0], dkv[:, 1], None
+        found = {**execution.argument("dq"), **execution.argument("dkv")}
+        dq, dk, dv = (found[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dk", "dv"))
+        return dq, dk, dv, None
 
 
 class ForwardPass:
@@ -243,7 +249,9 @@ class PlannedAttention:
 
 
 def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
-    """out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]; sequences of a batch are folded into the heads."""
+    """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
+    folded into the heads.
+    """
     batch = q.shape[0]
     folded = [_fold(x) for x in (q, k, v)]
     out: Tensor = _Attention.apply(*folded, runtime)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from engine.model.rope import rope_table
 from engine.parallel.mesh import build_mesh
 from engine.planning.memory.predictor import find_hardware
 from engine.planning.methods.topology import Topology
-from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
+from engine.planning.time.costs import layer_numbers, pair_flops
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Machine, find_device, profile_document, share_at
 from engine.planning.time.step_time import UPDATE_BYTES, predict_step
@@ -114,9 +114,9 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
     kernel = ContextParallel.of_run(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
     for rows in _ROWS[watch.device.type]:
         seconds = _tile_seconds(watch, kernel, cell, Band(0, rows, 0, rows))
-        flops = rows * rows * shape.num_heads * shape.head_dim
-        forward.append((float(rows), FLOPS_PER_PAIR["forward"] * flops / seconds[0]))
-        backward.append((float(rows), FLOPS_PER_PAIR["backward"] * flops / seconds[1]))
+        pairs, head_dim = rows * rows * shape.num_heads, shape.head_dim
+        forward.append((float(rows), pair_flops("forward", head_dim, head_dim) * pairs / seconds[0]))
+        backward.append((float(rows), pair_flops("backward", head_dim, head_dim) * pairs / seconds[1]))
         if watch.is_long(sum(seconds)):
             break
     # Half of the pairs of a causal tile, and half of a block along its edge.

@@ -87,7 +87,7 @@ class StandInFlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """Memory for (out, lse)."""
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.transpose(0, 1)
+        return q.new_empty(*q.shape[:2], v.shape[2]), lse.transpose(0, 1)
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """Memory for (dq, dk, dv)."""
@@ -95,7 +95,7 @@ class StandInFlashKernel:
         multiple = 32 if head_dim <= 128 else 64
         rounded, width = -(-rows // _ROUNDED_ROWS) * _ROUNDED_ROWS, -(-head_dim // multiple) * multiple
         held = [grads.dout.contiguous(), grads.lse.transpose(0, 1).contiguous()]
-        dq, dk, dv = map(torch.empty_like, (q, k, k))
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
         held += [
             q.new_empty(shape, dtype=torch.float32) for shape in ((num_heads, rounded), (rounded, num_heads, width))
         ]

@@ -50,46 +50,47 @@ class Kind(StrEnum):
 class Field(NamedTuple):
     """One tensor of a kind: [rows, ...] with query or kv heads.
 
-    shape   of a row: "heads", "dim" (of a head) and numbers
+    shape   of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out) and numbers
     dtype   that of the model, of sums (fp32) or of gradients on the wire
     own     whether it takes memory of its own; else it is what forward left
     """
 
     name: str
-    shape: tuple[str | int, ...] = ("heads", "dim")
+    shape: tuple[str | int, ...] = ("heads", "qk_dim")
     dtype: Literal["element", "sum", "wire"] = "element"
     own: bool = True
 
     @property
     def of_keys(self) -> bool:
         """Whether its heads are kv heads."""
-        return self.name in ("k", "v", "dkv")
+        return self.name in ("k", "v", "dk", "dv")
 
-    def row(self, heads: tuple[int, int], head_dim: int) -> tuple[int, ...]:
-        """Shape of a row with so many query and kv heads."""
-        sizes = {"heads": heads[self.of_keys], "dim": head_dim}
+    def row(self, heads: tuple[int, int], qk_dim: int, v_dim: int) -> tuple[int, ...]:
+        """Shape of a row with this many query and kv heads."""
+        sizes = {"heads": heads[self.of_keys], "qk_dim": qk_dim, "v_dim": v_dim}
         return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
 
 
-_Q, _OUT, _DOUT, _LSE = Field("q"), Field("out"), Field("dout"), Field("lse", ("heads",), "sum")
-_DKV_SHAPE = (2, "heads", "dim")
+_V_SHAPE = ("heads", "v_dim")
+_Q, _OUT, _DOUT, _LSE = Field("q"), Field("out", _V_SHAPE), Field("dout", _V_SHAPE), Field("lse", ("heads",), "sum")
+_DK, _DV = Field("dk"), Field("dv", _V_SHAPE)
 
 # What a buffer of each kind holds, and a message of it carries, in this order.
 FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.Q: (_Q,),
-    Kind.KV: (Field("k"), Field("v")),
-    Kind.PARTIAL: (Field("out", dtype="sum"), _LSE),
+    Kind.KV: (Field("k"), Field("v", _V_SHAPE)),
+    Kind.PARTIAL: (_OUT._replace(dtype="sum"), _LSE),
     Kind.Q_DOUT_STATS: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
     Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
     Kind.DQ: (Field("dq", dtype="sum"),),
-    Kind.DKV: (Field("dkv", _DKV_SHAPE, "sum"),),
+    Kind.DKV: (_DK._replace(dtype="sum"), _DV._replace(dtype="sum")),
     Kind.DQ_WIRE: (Field("dq", dtype="wire"),),
-    Kind.DKV_WIRE: (Field("dkv", _DKV_SHAPE, "wire"),),
+    Kind.DKV_WIRE: (_DK._replace(dtype="wire"), _DV._replace(dtype="wire")),
     Kind.OUT_LSE: (_OUT, _LSE),
     Kind.OUT: (_OUT,),
     Kind.DOUT: (_DOUT,),
     Kind.DQ_CAST: (Field("dq"),),
-    Kind.DKV_CAST: (Field("dkv", _DKV_SHAPE),),
+    Kind.DKV_CAST: (_DK, _DV),
 }
 
 
@@ -252,12 +253,15 @@ class RankPlan:
 class TokenBytes:
     """Bytes that one token of each kind occupies on the wire, and in buffers of its own.
 
+    Heads of q and k are `qk_dim` wide, those of v and out `v_dim`.
+
     out and lse of a Q_DOUT_OUT are those that forward left, and take none.
     """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    qk_dim: int
+    v_dim: int
     element_bytes: int = 2
     gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
     wire_gradient_bytes: int = 4
@@ -267,7 +271,7 @@ class TokenBytes:
         """Bytes of one token of `kind`, of some heads."""
         counts = heads.counts(self.num_heads, self.num_kv_heads)
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
-        return sum(math.prod(f.row(counts, self.head_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
+        return sum(math.prod(f.row(counts, self.qk_dim, self.v_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
 
 
 class LinkBytes(NamedTuple):

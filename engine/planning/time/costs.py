@@ -8,10 +8,14 @@ from engine.config.settings import ModelConfig
 from engine.planning.program.ops import Buffer, Direction, LocalOp, Tile, TokenBytes, View
 from engine.planning.visibility.mask import Band
 
-# FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
-# Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
-# products, of which the recomputed one is not in the model FLOPs of `engine.planning.time.flops`.
-FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
+
+def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
+    """FLOPs per visible pair of one query head, a multiplication and an addition counting as two.
+
+    Forward: Q K^T and P V. Backward: Q K^T (recomputed, so not in the model FLOPs of `engine.planning.time.flops`) and
+    the gradients of q and k over `qk_dim` channels, dO V^T and the gradient of v over `v_dim`.
+    """
+    return 2 * (qk_dim + v_dim) if direction == "forward" else 2 * (3 * qk_dim + 2 * v_dim)
 
 
 # Over the logits, forward and backward: written and read by softmax, read and written by its gradient.
@@ -44,7 +48,8 @@ def tile_flops(
 ) -> float:
     """FLOPs of one kernel call over all heads of its query buffer, wasted parts of blocks included."""
     heads = query_heads(buffers[tile.q.buffer], token_bytes)
-    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile.band, block_rows)
+    flops = pair_flops(direction, token_bytes.qk_dim, token_bytes.v_dim)
+    return flops * heads * computed_pairs(tile.band, block_rows)
 
 
 class ViewBytes:

@@ -63,7 +63,7 @@ def test_a_rank_that_plans_alone_writes_its_part_of_the_whole(direction: str, ra
 def test_blocks_travel_once_for_all_tiles_that_a_rank_computes() -> None:
     """Rank 0 computes everything: each other rank sends q, k and v of its 6 rows, and gets out and lse of them back."""
     plans, _ = dispatched(Mask(ROWS), ASSIGNMENTS["one rank"])
-    row = TokenBytes(*HEADS, 8)
+    row = TokenBytes(*HEADS, 8, 8)
     sent = {rank: bytes_.intra_bytes for rank, bytes_ in plans.forward.bytes_by_link(row, Topology(1, SIZE)).items()}
     query, keys, result = 4 * 8 * 2, 2 * 2 * 8 * 2, 4 * (8 + 1) * 4
     assert sent == {0: 3 * 6 * result, 1: 6 * (query + keys), 2: 6 * (query + keys), 3: 6 * (query + keys)}
