@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import TileGradients, TileKernel
-from engine.attention.kernels.heads import HeadSlices, call_elements, split_heads
+from engine.attention.kernels.heads import HeadSlices, call_elements, head_slices, split_heads
 from engine.attention.merge import add_kv, backward_stats, finish, merge_tile, surrogate_out
 from engine.planning.program.ops import FIELDS, Buffer, Tile
 from engine.row_blocks import accumulate_dtype, ends
@@ -68,13 +68,18 @@ class TensorArithmetic:
         dk and dv wait for the next work: where it adds what arrived to the same rows, that is one pass.
         """
         run = self._run_forward if "kv_sums" not in fields else self._run_backward
-        q, limit = fields["q"]["q"], self.kernel.capabilities.max_call_elements
-        if limit is None or call_elements(q, fields["kv"]["v"]) * q.shape[1] <= limit:
+        q, v, limit = fields["q"]["q"], fields["kv"]["v"], self.kernel.capabilities.max_call_elements
+        is_large = limit is not None and call_elements(q, v) * q.shape[1] > limit
+        if tile.heads.count > 1:
+            fields = _part_of(head_slices(tile.heads, q, v), fields, copies=is_large)
+            q, v = fields["q"]["q"], fields["kv"]["v"]
+        if limit is None or call_elements(q, v) * q.shape[1] <= limit:
             run(tile, fields)
             return
         shared = set()  # kv heads that a part before has written
-        for part in ends(split_heads(q, fields["kv"]["v"], limit)):
-            run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), _part_of(part, fields))
+        for part in ends(split_heads(q, v, limit)):
+            operands = _part_of(part, fields, copies=True)
+            run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), operands)
             shared.add(part.keys.start)
 
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
@@ -182,12 +187,12 @@ class _KvGradients(NamedTuple):
     stores: bool
 
 
-def _part_of(part: HeadSlices, fields: Mapping[str, Fields]) -> dict[str, Fields]:
-    """Operands of a tile cut to a part of its heads: accumulators as views, to be added to; the others as copies, for
-    rows of a view would lie as far apart as those of the whole, and kernels count in 32 bits.
+def _part_of(part: HeadSlices, fields: Mapping[str, Fields], *, copies: bool) -> dict[str, Fields]:
+    """Operands of a tile cut to a part of its heads: accumulators as views, to be added to, and the others too unless
+    `copies`: rows of a view are as far apart as those of a large whole, and kernels count in 32 bits.
     """
     cut: dict[str, Fields] = {}
     for name, tensors in fields.items():
         views = {key: x[:, part.keys if key in KV_FIELDS else part.queries] for key, x in tensors.items()}
-        cut[name] = views if name in ACCUMULATED else {key: x.contiguous() for key, x in views.items()}
+        cut[name] = views if name in ACCUMULATED or not copies else {key: x.contiguous() for key, x in views.items()}
     return cut

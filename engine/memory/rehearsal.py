@@ -43,7 +43,7 @@ def rehearsed(plan: RankPlan) -> RankPlan:
         return (op.op, *((buffer.kind, buffer.heads, buffer.where) for buffer in ends))
 
     def tile_kind(tile: Tile) -> Hashable:  # a general band needs a bias
-        return plan.buffers[tile.q.buffer].heads, tile.kv_sums is None, tile.band.kind
+        return plan.buffers[tile.q.buffer].heads, tile.heads, tile.kv_sums is None, tile.band.kind
 
     chosen = _largest(ops, op_kind, lambda op: op.dst.stop - op.dst.start)
     # A tile's temporaries are those of its queries and of its keys.

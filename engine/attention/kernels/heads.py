@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.planning.program.ops import HeadPart
+
 
 class HeadSlices(NamedTuple):
     """Query heads and the kv heads that they use."""
@@ -23,6 +25,12 @@ class HeadSlices(NamedTuple):
 # On a GPU: 1 GiB of q in bf16, 128K rows of 32 heads of 128. A part of longer tiles still has thousands of blocks of
 # queries for its multiprocessors. Below 2^31, where offsets inside kernels, partly 32-bit, would overflow.
 CUDA_CALL_ELEMENTS = 1 << 29
+
+
+def head_slices(part: HeadPart, q: Tensor, v: Tensor) -> HeadSlices:
+    """A part of the heads of q [nq, H, qk_dim] and v [nk, K, v_dim]."""
+    num_heads, num_kv_heads = q.shape[1], v.shape[1]
+    return HeadSlices(slice(*part.queries(num_heads)), slice(*part.keys(num_heads, num_kv_heads)))
 
 
 def call_elements(q: Tensor, v: Tensor) -> int:

@@ -129,6 +129,10 @@ class HeadPart:
         group = num_heads // num_kv_heads
         return first // group, -(-last // group)
 
+    def part(self, inner: HeadPart) -> HeadPart:
+        """A part of this part; of heads that both counts divide."""
+        return HeadPart(self.index * inner.count + inner.index, self.count * inner.count)
+
     def counts(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """Numbers of query and of kv heads."""
         (q_first, q_last), (k_first, k_last) = self.queries(num_heads), self.keys(num_heads, num_kv_heads)
@@ -165,6 +169,9 @@ class Tile(NamedTuple):
 
     Forward merges into `sums` (kind PARTIAL). Backward adds to `sums` (kind DQ) and `kv_sums` (kind DKV). Where it is
     the first to do so it `stores` instead: these rows hold nothing yet.
+
+    `heads` is the part of its operands' heads that it computes: heads of one layer may have different masks, and then
+    every class of heads has tiles of its own. Such a tile never stores, for the rows of other heads may hold sums.
     """
 
     q: View
@@ -174,6 +181,7 @@ class Tile(NamedTuple):
     kv_sums: View | None = None
     stores: bool = False  # to sums
     stores_kv: bool = False  # to kv_sums
+    heads: HeadPart = ALL_HEADS
 
 
 class Transfer(NamedTuple):

@@ -41,7 +41,7 @@ def test_tiles_may_be_computed_by_any_rank(assign: Assignment, mask: Mask) -> No
     check_plans(plans, mask, blocks, HEADS)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data(), st.sampled_from(["contiguous", "zigzag", "striped"]), st.booleans(), st.integers(1, ROWS))
 def test_any_assignment_of_tiles_is_right(data: st.DataObject, layout: LayoutName, late: bool, window: int) -> None:
     pairs = st.tuples(*[st.integers(0, SIZE - 1)] * SIZE**2)

@@ -84,9 +84,17 @@ def test_a_tile_costs_its_own_heads_only() -> None:
     for count in (1, 2, 3, 5):
         parts = [HeadPart(index, count) for index in range(count)]
         buffers = [(Buffer(Kind.Q, 8, heads=part), Buffer(Kind.KV, 8), Buffer(Kind.PARTIAL, 8)) for part in parts]
-        assert sum(query_heads(buffer[0], shape) for buffer in buffers) == 12
+        assert sum(query_heads(tile, buffer, shape) for buffer in buffers) == 12
         assert sum(tile_flops(tile, buffer, shape, "forward") for buffer in buffers) == 4 * 64 * 12 * 36
         assert sum(tile_flops(tile, buffer, shape, "backward") for buffer in buffers) == 10 * 64 * 12 * 36
+
+
+def test_a_tile_of_some_heads_costs_these_alone() -> None:
+    """12 query heads of 64 and their sums in fp32, of which a third is computed and merged."""
+    shape, buffers = TokenBytes(12, 4, 64, 64), (Buffer(Kind.Q, 8), Buffer(Kind.KV, 8), Buffer(Kind.PARTIAL, 8))
+    tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0), heads=HeadPart(1, 3))
+    assert tile_flops(tile, buffers, shape, "forward") == 4 * 64 * 4 * 36
+    assert ViewBytes(buffers, shape).moved_by_tile(tile) == 2 * 8 * 4 * (64 + 1) * 4
 
 
 def test_parts_of_different_size_meet_on_the_smaller_one_and_a_cast_moves_both_widths() -> None:
