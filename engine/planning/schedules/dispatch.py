@@ -10,7 +10,7 @@ tiles of a rank read travel, once per rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,18 +32,36 @@ class Task(NamedTuple):
     kv_rank: int
     rank: int
 
-    def owner(self, operand: Operand) -> int:
-        """Rank whose block of an operand it reads."""
-        return self.q_rank if operand == "q" else self.kv_rank
+
+RowsRead = Mapping[tuple[Operand, int, int], Rows]  # (operand, owner of the block, rank that computes) -> rows
+
+
+def rows_read(visible: Visibility, tasks: Collection[Task]) -> RowsRead:
+    """Rows of every block that the tasks of a rank read, where there are any."""
+    found: dict[tuple[Operand, int, int], Rows] = {}
+    for q_rank, kv_rank, rank in tasks:
+        for band in visible.bands(q_rank, kv_rank):
+            q, k = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
+            reads: tuple[tuple[Operand, int, Rows], ...] = (("q", q_rank, q), ("kv", kv_rank, k))
+            for operand, owner, rows in reads:
+                known = found.get((operand, owner, rank), rows)
+                hull = Rows(min(known.start, rows.start), max(known.stop, rows.stop))
+                found[operand, owner, rank] = hull
+    return found
 
 
 @dataclass(frozen=True)
 class DispatchPass:
-    """One pass of one rank; `tasks` are those of all ranks."""
+    """One pass of one rank.
+
+    tasks       those of all ranks
+    rows_read   what they read
+    """
 
     program: Program
     visible: Visibility
     tasks: Collection[Task]
+    rows_read: RowsRead
 
     @property
     def own_tasks(self) -> list[Task]:
@@ -58,13 +76,7 @@ class DispatchPass:
 
     def rows(self, operand: Operand, owner: int, rank: int) -> Rows | None:
         """Rows of the block of `owner` that the tasks of `rank` read; None: none."""
-        tasks = [task for task in self.tasks if task.rank == rank and task.owner(operand) == owner]
-        bands = [band for task in tasks for band in self.visible.bands(task.q_rank, task.kv_rank)]
-        if not bands:
-            return None
-        if operand == "q":
-            return Rows(min(band.q_start for band in bands), max(band.q_stop for band in bands))
-        return Rows(min(band.k_start for band in bands), max(band.k_stop for band in bands))
+        return self.rows_read.get((operand, owner, rank))
 
     def others(self) -> list[int]:
         """All other ranks, from the next one on, so that not all send to one rank first."""
@@ -145,5 +157,13 @@ def plan_dispatch(
     """
     ranks = range(visible.layout.size)
     tasks = [Task(i, j, assign(i, j)) for i in ranks for j in ranks if visible.bands(i, j)]
-    write = forward if direction == "forward" else backward
-    return plan_ranks(direction, len(ranks), only, lambda program: write(DispatchPass(program, visible, tasks)))
+    rows = rows_read(visible, tasks)
+
+    def write(program: Program) -> None:
+        me = DispatchPass(program, visible, tasks, rows)
+        if direction == "forward":
+            forward(me)
+        else:
+            backward(me)
+
+    return plan_ranks(direction, len(ranks), only, write)

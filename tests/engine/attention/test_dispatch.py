@@ -74,3 +74,10 @@ def test_owners_merge_one_partial_result_per_rank_that_computes() -> None:
     for rank, plan in plans.forward.ranks.items():
         merged = [op for step in plan.steps for op in step.after if op.op == "merge"]
         assert len(merged) == SIZE - 1, f"rank {rank} merges {len(merged)} partial results"
+
+
+def test_a_first_partial_result_is_copied_into_rows_that_hold_nothing() -> None:
+    """Rank 0 computes everything: the others have no tile of their own to merge with."""
+    plans, _ = dispatched(Mask(ROWS), ASSIGNMENTS["one rank"])
+    ops = [[op.op for step in plans.forward.ranks[rank].steps for op in step.after] for rank in range(SIZE)]
+    assert ops == [["finish"], *[["copy", "finish"]] * (SIZE - 1)]
