@@ -18,10 +18,11 @@ from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.transport import P2POp, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
+from engine.planning.time.machine import machine_of
 from engine.planning.visibility.layers import attention_layers
 from engine.planning.visibility.layout import Layout
+from engine.resolve.attention import resolve_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -83,7 +84,7 @@ class RingCase:
             memory=MemoryConfig(activation_checkpoint="none"),
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=shape.dtype),
         )
-        method = resolve_attention(config, topology)
+        method = resolve_attention(config, topology, machine_of(config))
         group = AttentionGroup(rank, topology, SilentTransport(), kernel)
         context = build_context(group, attention_layers(config, method), self.seq_len)
         index = torch.from_numpy(context.layout.positions(rank)).to(device)

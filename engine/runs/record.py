@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
-from engine.config.settings import RunConfig, config_fingerprint
+from engine.config.settings import RunConfig, config_fingerprint, config_from_dict, load_config
 from engine.planning.memory.policy import policy_name
-from engine.runs.files import hash_json, utc_now
+from engine.runs.files import hash_json, read_json_object, utc_now
+from engine.runs.folder import RESOLVED_FILE
 from engine.runs.process import meminfo_bytes
 
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
@@ -183,6 +185,19 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
         "compute_dtype": config.train.compute_dtype,
         "world_size": config.cluster.world_size,
     }
+
+
+def resolved_config(path: Path) -> RunConfig:
+    """What the ranks of the run in folder `path` run; what was asked for, where nothing that can be read says more.
+
+    Raises:
+        ConfigError: neither resolved.json nor config.yaml can be read.
+    """
+    try:
+        document = read_json_object(path / RESOLVED_FILE) or {}
+        return config_from_dict(document["run"]["config"])
+    except (OSError, ConfigError, ValueError, LookupError, TypeError):
+        return load_config(path / "config.yaml")
 
 
 def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:

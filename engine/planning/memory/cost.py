@@ -20,8 +20,8 @@ from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.planning.memory.policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
-from engine.planning.methods.presets import BYTES_OF, AttentionMethod, legal_attention, tile_tokens_of
-from engine.planning.methods.topology import Topology, padded_length, sequence_topology
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
+from engine.planning.methods.topology import padded_length
 from engine.planning.time.flops import Flops, count_parameters, step_flops
 from engine.planning.visibility.layers import LayerAttention, attended_pairs, attention_layers
 
@@ -186,8 +186,3 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
     if policy.place < policy.group_size - 1:  # the chain of inputs
         again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
     return again
-
-
-def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
-    """The attention method on these ranks, as far as memory asks; `attention=auto` must have been settled."""
-    return legal_attention(config, sequence_topology(config, world))

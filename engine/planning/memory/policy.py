@@ -61,7 +61,7 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
     """
     if memory.activation_checkpoint == "auto" and not memory.checkpoint_layers:
         raise ConfigError(
-            "memory.activation_checkpoint=auto is settled by `burst launch` before ranks start; "
+            "memory.activation_checkpoint=auto is resolved by `burst launch` before ranks start; "
             "start with it, or name a policy such as full or attn_out"
         )
     turn = checkpoint_kinds(memory)

@@ -19,19 +19,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
 from engine.config.errors import ConfigError, RunError
 from engine.config.schema import to_plain
-from engine.config.settings import DataConfig, MemoryConfig, RunConfig, dump_config
+from engine.config.settings import DataConfig, MemoryConfig, RunConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import Flops, StepParts, StepTime
 from engine.planning.time.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
 from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
-
-if TYPE_CHECKING:
-    from engine.planning.memory.auto import MemoryCandidate
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.
@@ -249,27 +247,9 @@ class MemoryPrediction:
         return {**asdict(self), "needed_bytes": self.needed_bytes}
 
 
-@dataclass(frozen=True)
-class MemoryChoice:
-    """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
-
-    fits     False: the configuration is that of the candidate that lacks least
-    """
-
-    config: RunConfig
-    candidates: tuple[MemoryCandidate, ...]
-    reason: str
-    fits: bool = True
-
-    @property
-    def prediction(self) -> MemoryPrediction | None:
-        """Of the policy that was chosen; None where it was configured."""
-        return self.candidates[0].prediction if self.candidates else None
-
-
-# Predicts a configuration on the ranks of a topology (of the whole world).
-Predict = Callable[[RunConfig, Topology], MemoryPrediction]
-PredictStep = Callable[[RunConfig, Topology, Machine], StepTime]
+# Predict a configuration and its method on the ranks of a topology (of the whole world).
+Predict = Callable[[RunConfig, AttentionMethod, Topology], MemoryPrediction]
+PredictStep = Callable[[RunConfig, AttentionMethod, Topology, Machine], StepTime]
 
 
 class Predictor:
@@ -282,17 +262,17 @@ class Predictor:
         self._process: subprocess.Popen[str] | None = None
         self._known: dict[str, dict[str, Any]] = {}
 
-    def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
-        """The prediction for `config` on the ranks of `world`.
+    def predict(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
+        """The prediction for `config`, whose memory policy is named, with `method` on the ranks of `world`.
 
         Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
         silent for the time limit.
         """
-        return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), world))
+        return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), method, world))
 
-    def predict_step(self, config: RunConfig, world: Topology, machine: Machine) -> StepTime:
+    def predict_step(self, config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> StepTime:
         """What `engine.planning.time.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
-        found = self._ask(config, world, machine=to_plain(machine))
+        found = self._ask(config, method, world, machine=to_plain(machine))
         return StepTime(**{**found, "parts": StepParts(**found["parts"]), "flops": Flops(**found["flops"])})
 
     def start(self) -> subprocess.Popen[str]:
@@ -318,9 +298,9 @@ class Predictor:
             self._errors.close()
             self._process = None
 
-    def _ask(self, config: RunConfig, world: Topology, **more: Any) -> dict[str, Any]:
-        place = {"nodes": world.nodes, "local_ranks": world.local_ranks}
-        request = json.dumps({"config": dump_config(config), **place, **more})
+    def _ask(self, config: RunConfig, method: AttentionMethod, world: Topology, **more: Any) -> dict[str, Any]:
+        values = {"config": to_plain(config), "method": to_plain(method), "world": to_plain(world), **more}
+        request = json.dumps(values)
         if request not in self._known:
             # A process that had waited long enough may end just when this comes.
             document = json.loads(self._answer(request, again=True) or self._answer(request))

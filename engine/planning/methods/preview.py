@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.presets import AttentionMethod, warnings_of
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import AttentionPlan, Buffer, Kind, LinkBytes, RankPlan, TokenBytes
 from engine.planning.schedules.plan import plan_method, token_bytes_of
@@ -219,15 +218,17 @@ class AttentionPreview:
 
 
 def preview_attention(
-    config: RunConfig, topology: Topology, machine: Machine, ranks: tuple[int, ...] | None = None
+    config: RunConfig,
+    method: AttentionMethod,
+    topology: Topology,
+    machine: Machine,
+    ranks: tuple[int, ...] | None = None,
 ) -> AttentionPreview:
-    """The configured attention on ranks that lie as in `topology` and share one sequence.
+    """What `method` does for a run of `config` on the ranks of `topology`, which share one sequence.
 
     Plans `ranks`; None: all, of large groups those of `planned_ranks`, which takes a second or two for 256. Packed
-    documents, which only the data know, are planned as one sequence. Raises ConfigError with every rule that the method
-    violates.
+    documents, which only the data know, are planned as one sequence. Raises ConfigError for a mask that cannot be.
     """
-    method = resolve_attention(config, topology, machine)
     turn = attention_layers(config, method)
     blocks = divide_run(config, method, turn)
     counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))

@@ -26,7 +26,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +39,7 @@ from engine.config.errors import ConfigError
 from engine.config.rules import mask_problems
 from engine.config.settings import AttentionConfig, MaskKind, RunConfig
 from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
-from engine.planning.methods.presets import AttentionMethod, legal_attention, legal_methods
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.visibility.mask import BlockList, BlockRectangle, Mask
 
 Blocks = npt.NDArray[np.int64]
@@ -240,29 +239,43 @@ def attended_pairs(turn: Sequence[LayerAttention], num_layers: int, *, sequences
     return AttendedPairs(*(sequences * sum(counts) for counts in zip(*found, strict=True)))
 
 
-def attention_layers(
-    config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
-) -> tuple[LayerAttention, ...]:
-    """The layers in turn; layer i of a model is number i modulo their count. Raises ConfigError for a bad mask.
+@dataclass(frozen=True)
+class LayerPattern:
+    """One of the layers that repeat: the name of its mask, and `recompute_before` as in `LayerAttention`."""
 
-    `documents`: start positions of packed documents that no attention crosses, or nothing.
-    """
-    attention, seq_len = config.attention, config.train.seq_len
-    kinds = attention.mask_layers or (attention.mask,)
-    masks = {kind: build_mask(kind, seq_len, attention, documents) for kind in set(kinds)}
+    mask: MaskKind
+    recompute_before: int | None = None
+
+
+def layer_pattern(config: RunConfig, method: AttentionMethod) -> tuple[LayerPattern, ...]:
+    """The layers that repeat: layer i of a model is number i modulo their count."""
+    kinds = config.attention.mask_layers or (config.attention.mask,)
     policies = checkpoint_kinds(config.memory)
     cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
     return tuple(
-        LayerAttention(masks[kinds[i % len(kinds)]], method, cuts[policies[i % len(policies)]])
+        LayerPattern(kinds[i % len(kinds)], cuts[policies[i % len(policies)]])
         for i in range(math.lcm(len(kinds), len(policies)))
     )
 
 
-def check_attention(config: RunConfig, topology: Topology) -> None:
-    """Raise ConfigError for a method or a mask that the ranks of `topology` would refuse, before they are started."""
-    attention = config.attention
-    if attention.preset == "auto":
-        attention, method = legal_methods(config, topology)[0]
-    else:
-        method = legal_attention(config, topology)
-    attention_layers(replace(config, attention=attention), method)
+def build_layers(
+    pattern: Sequence[LayerPattern], config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
+) -> tuple[LayerAttention, ...]:
+    """The layers of a pattern with their masks over a sequence of the run. Raises ConfigError for a bad mask.
+
+    Args:
+        pattern: of the layers that repeat.
+        config: length of the sequence, options of the masks.
+        method: attention of all layers.
+        documents: start positions of packed documents that no attention crosses, or nothing.
+    """
+    attention, seq_len = config.attention, config.train.seq_len
+    masks = {kind: build_mask(kind, seq_len, attention, documents) for kind in {layer.mask for layer in pattern}}
+    return tuple(LayerAttention(masks[layer.mask], method, layer.recompute_before) for layer in pattern)
+
+
+def attention_layers(
+    config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
+) -> tuple[LayerAttention, ...]:
+    """`build_layers` of the run's own `layer_pattern`."""
+    return build_layers(layer_pattern(config, method), config, method, documents)

@@ -20,12 +20,12 @@ from benchmarks.gpu.session import SIZES, plan_parts
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.attention.kernels import KERNELS
-from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
+from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import Gpu, Hardware, MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Peak
+from engine.resolve.legality import check_run, method_on
 
 PEAK = Peak(100e12, "made up")
 ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")
@@ -200,7 +200,7 @@ def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left
     policy = steps.choose_policy(whole, "NVIDIA H200", predict, HARDWARE)
     assert not policy.fits
     assert "no policy fits" in policy.reason
-    check_config(policy.config)
+    check_run(policy.config)
     unknown = steps.choose_policy(whole, "Imaginary 9000", predict, HARDWARE)
     assert (unknown.fits, unknown.config.memory.activation_checkpoint) == (False, "full")
     few, all_layers = steps.plan(steps.StepSizes(points=((2, 1048576), (32, 1048576))), "cuda").measurements

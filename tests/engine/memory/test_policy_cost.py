@@ -15,7 +15,6 @@ from engine.config.settings import CheckpointKind, MemoryConfig, ModelConfig, Pa
 from engine.planning.memory.cost import (
     PolicyCost,
     kept_bytes,
-    method_on,
     own_parameters,
     policy_cost,
     recomputed_parameters,
@@ -24,6 +23,7 @@ from engine.planning.memory.policy import LayerPolicy, layer_policies, recompute
 from engine.planning.memory.ranks import reserve_bytes
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
+from engine.resolve.legality import method_on
 
 T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
 RESULTS = 2 * T * D + 4 * T * H  # out and lse

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from testkit.resolved import method_of
 
 from engine.attention.kernels.base import TileGradients
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed
 from engine.memory.tracker import LiveTensorTracker
 from engine.planning.methods.blocks import divide_sequence
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import RankPlan, Tile
 from engine.planning.schedules.plan import plan_method
@@ -22,7 +22,7 @@ MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
 def plans_of(preset: str, seq_len: int = 256) -> list[RankPlan]:
     """Plans of both passes of all ranks of two nodes of four."""
     config = RunConfig(model=MODEL, attention=AttentionConfig(preset=preset))  # type: ignore[arg-type]
-    method = resolve_attention(config, Topology(2, 4))
+    method = method_of(config, Topology(2, 4))
     blocks = divide_sequence(method, seq_len)
     pair = plan_method(method, Mask(seq_len), blocks)
     return [plan for passes in (pair.forward, pair.backward) for plan in passes.ranks.values()]

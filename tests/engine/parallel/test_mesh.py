@@ -26,7 +26,8 @@ from engine.parallel.mesh import (
     step_timeout,
 )
 from engine.parallel.shard import RowPart
-from engine.planning.methods.topology import Degrees, Topology, known_cp_size, place_ranks, tensor_parallel_problems
+from engine.planning.methods.topology import Degrees, Topology
+from engine.resolve.degrees import known_cp_size, place_ranks, tensor_parallel_problems
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from testkit.metered import meter_of, metered_rows
 from testkit.ranks import Pools
+from testkit.resolved import method_of
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,6 @@ from engine.data.sampler import Batch
 from engine.model.llama import LlamaModel
 from engine.planning.memory.cost import recomputed_parameters
 from engine.planning.memory.policy import LayerPolicy
-from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters, step_flops
 from engine.planning.visibility.layers import attended_pairs, attention_layers
@@ -119,7 +119,7 @@ def test_model_and_hardware_flops_are_what_torch_counts_pair_by_pair(mask: str, 
     layers = [attention_of_visible_pairs(dense_mask(MASKS[mask], layer, starts)) for layer in range(shape.num_layers)]
     tokens = torch.randint(0, shape.vocab_size, (1, SEQ_LEN))
     counted = counted_flops(model, tokens, layers)
-    turn = attention_layers(config, resolve_attention(config, Topology(1, 1)), starts)
+    turn = attention_layers(config, method_of(config, Topology(1, 1)), starts)
     pairs = attended_pairs(turn, shape.num_layers)
     assert step_flops(shape, seq_len=SEQ_LEN, visible_pairs=pairs.visible).model == counted
     for layer in model.layers:
