@@ -16,9 +16,8 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.schema import read_dataclass, setting, to_plain
+from engine.config.schema import hash_json, read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
-from engine.runs.files import hash_json
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]

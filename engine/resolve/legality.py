@@ -21,6 +21,7 @@ from engine.config.settings import (
     ModelConfig,
     RunConfig,
 )
+from engine.data.rules import file_rules
 from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
 from engine.planning.methods.presets import (
     DEFAULT_CHUNK_TOKENS,
@@ -38,7 +39,7 @@ from engine.resolve.degrees import known_cp_size, place_ranks, sequence_topology
 
 
 def problems(config: RunConfig) -> list[Problem]:
-    """One problem per broken rule, those of `engine.config.rules` first.
+    """One problem per broken rule, those between settings alone (`engine.config.rules`) first.
 
     Rules that need the number of ranks hold their peace while it is unknown.
     """
@@ -119,7 +120,7 @@ def _machine(config: RunConfig) -> Iterator[str]:
         yield from (f"cluster.machine.rates: {text}" for text in error.problems)
 
 
-_RULES = (_machine, _degrees, _tensor_parallel, _attention)
+_RULES = (file_rules, _machine, _degrees, _tensor_parallel, _attention)
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.config.schema import Problem, read_dataclass, to_plain
+from engine.config.schema import Problem, hash_json, read_dataclass, to_plain
 from engine.config.settings import RunConfig, config_fingerprint, config_from_dict
 from engine.planning.memory.predictor import Capacity, MemoryPrediction, Predict
 from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
@@ -25,7 +25,7 @@ from engine.resolve.attention import select_circulation, select_preset
 from engine.resolve.decisions import Decision, decision_from_dict
 from engine.resolve.degrees import place_ranks
 from engine.resolve.memory import resolve_memory
-from engine.runs.files import hash_json, json_text, read_json_object
+from engine.runs.files import json_text, read_json_object
 from engine.runs.folder import RESOLVED_FILE
 
 _FORMAT = 1

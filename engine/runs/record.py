@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.config.schema import to_plain
+from engine.config.schema import hash_json, to_plain
 from engine.config.settings import RunConfig, config_fingerprint, config_from_dict, load_config
 from engine.planning.memory.policy import policy_name
-from engine.runs.files import hash_json, read_json_object, utc_now
+from engine.runs.files import read_json_object, utc_now
 from engine.runs.folder import RESOLVED_FILE
 from engine.runs.process import meminfo_bytes
 

@@ -18,6 +18,7 @@ from engine.config.settings import RunConfig
 from engine.data.agreement import tokenizer_problem, vocabulary_problem
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
+from engine.data.rules import file_rules
 from engine.data.view import training_sampler
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.parallel.collectives import gather_objects, wait_for_all_ranks
@@ -207,7 +208,7 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
     with status.stop.watch(), run_states(run, status, rank=placement.rank), ExitStack() as stack:
         status.phase = "start"
         resolved = read_resolved(run.path, config)
-        check_run(config) if resolved is None else check_config(resolved.config)
+        check_run(config) if resolved is None else check_config(resolved.config, (file_rules,))
         check_world(config.cluster, placement)
         status.faults, announced = find_faults(placement.rank, placement.world_size)
         device = choose_device(config.cluster, placement)
