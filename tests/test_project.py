@@ -216,13 +216,15 @@ VIOLATIONS = {
     "engine/planning/visibility/mask.py": "import torch",
     "engine/model/llama.py": "from engine.parallel import mesh",
     "engine/training/optim.py": "import typer",
+    "engine/config/settings.py": "from engine.runs import files",
+    "engine/planning/time/costs.py": "from engine.resolve import legality",
     "engine/runs/record.py": "import cluster.plan",
     "engine/runs/folder.py": "import burst_cli.render",
     "cluster/plan.py": "from engine.training.trainer import Trainer",
     "burst_cli/render.py": "import hydra",
     "burst_cli/runs/view.py": "from engine.training.metrics import StepMeter",
 }
-BROKEN_RULES = 6  # all but "ranks run without SSH"
+BROKEN_RULES = 8  # all but "ranks run without SSH"
 
 
 def test_import_rules_hold_and_would_notice(tmp_path: Path) -> None:

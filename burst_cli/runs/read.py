@@ -29,7 +29,7 @@ from engine.config.yaml_text import load_yaml
 from engine.runs.figures import count_of
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
-from engine.runs.record import FINALS, MAXIMA, MEDIANS, config_facts, final_title, resolved_config, summarise
+from engine.runs.record import FINALS, MAXIMA, MEDIANS, facts_of_run, final_title, summarise
 
 ASK_AGAIN_S = 10.0
 STATE_STYLES = {
@@ -199,7 +199,7 @@ def _summary_of_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
 
 def _config_facts(run: RunFolder, problems: list[str]) -> dict[str, Any]:
     try:
-        return config_facts(resolved_config(run.path))
+        return facts_of_run(run.path)
     except ConfigError as error:
         problems.extend(error.problems)
         return {}

@@ -36,7 +36,7 @@ from engine.resolve.legality import legal_attention, legal_methods
 CIRCULATION_TOLERANCE = 0.02  # of what circulates, and of the tiles that are deferred
 METHOD_TOLERANCE = 0.01  # of methods: within it the one with the smallest buffers is taken
 # Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.
-STAND_IN_RANKS = 16
+PROXY_RANKS = 16
 # Of methods for larger groups than are planned whole, this many are planned as they are, a second each for 256 ranks.
 FINALISTS = 2
 
@@ -93,9 +93,9 @@ def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> lis
     legal = legal_methods(config, topology)
     small, group = proxy_group(config, topology, MOST_RANKS_PLANNED)
     if group != topology:
-        stand_ins = [(scaled_attention(*one, topology, group), one) for one in legal]
-        legal = [(c.attention, c.method) for c in _predicted(small, group, machine, stand_ins)[:FINALISTS]]
-    ordered = _predicted(config, topology, machine, [(one[0], one) for one in legal])
+        finalists = _predicted(small, group, machine, legal, whole=topology)[:FINALISTS]
+        legal = [(finalist.attention, finalist.method) for finalist in finalists]
+    ordered = _predicted(config, topology, machine, legal)
     near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + METHOD_TOLERANCE)]
     best = min(near, key=lambda candidate: candidate.buffer_bytes)
     return [best, *(candidate for candidate in ordered if candidate is not best)]
@@ -105,23 +105,32 @@ def _predicted(
     config: RunConfig,
     topology: Topology,
     machine: Machine,
-    methods: Sequence[tuple[AttentionConfig, tuple[AttentionConfig, AttentionMethod]]],
+    methods: Sequence[tuple[AttentionConfig, AttentionMethod]],
+    *,
+    whole: Topology | None = None,
 ) -> list[MethodCandidate]:
-    """Candidates for methods, each given with the attention that is planned for it, fastest first.
+    """Candidates for methods, fastest first.
+
+    whole: the ranks of the methods, where those of `topology` stand for them; each is then predicted scaled down.
 
     Raises ConfigError when none of them can be planned.
     """
     found: list[MethodCandidate] = []
     problems: list[str] = []
-    for planned, (attention, method) in methods:
+    for attention, method in methods:
         try:
-            trial = replace(config, attention=planned)
-            chosen = resolve_attention(trial, topology, machine)
-            preview = replayed_attention(trial, chosen, topology, machine)
+            if whole is None:
+                trial = replace(config, attention=attention)
+                method, _ = circulate(trial, method, topology, machine)
+                preview = replayed_attention(trial, method, topology, machine)
+            else:
+                trial = replace(config, attention=scaled_attention(attention, method, topology))
+                scaled = resolve_attention(trial, topology, machine)
+                preview = replayed_attention(trial, scaled, topology, machine)
         except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
             problems += error.problems
             continue
-        found.append(_candidate(attention, preview.method if planned is attention else method, preview))
+        found.append(_candidate(attention, method, preview))
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
     return sorted(found, key=lambda candidate: candidate.seconds)
@@ -148,7 +157,13 @@ def select_circulation(config: RunConfig, topology: Topology, machine: Machine) 
     Raises:
         ConfigError: with every violated rule and the nearest legal degrees.
     """
-    method = legal_attention(config, topology)
+    return circulate(config, legal_attention(config, topology), topology, machine)
+
+
+def circulate(
+    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine
+) -> tuple[AttentionMethod, Decision]:
+    """`method`, the legal one of `config`, with the fastest choice of what its preset leaves free, and why."""
     choices = _choices(config.attention, method, topology)
     if len(choices) == 1:
         return method, Decision(_CIRCULATES, method.backward_circulates, Rule.CONFIGURED)
@@ -156,7 +171,7 @@ def select_circulation(config: RunConfig, topology: Topology, machine: Machine) 
     plain = MemoryConfig()
     cut = replace(plain, activation_checkpoint="seq_fraction", kept_fraction=config.memory.kept_fraction)
     config = replace(config, memory=cut if method.split_at else plain)
-    best, seconds = _fastest(config, topology, machine, tuple(choices))
+    best, seconds = _fastest(config, method, topology, machine, tuple(choices))
     method = replace(method, backward_circulates=best[0], deferred_local_tiles=best[1])
     figures = {_choice_name(choice): value for choice, value in zip(choices, seconds, strict=True)}
     return method, Decision(_CIRCULATES, _choice_name(best), Rule.FASTEST, figures)
@@ -167,18 +182,14 @@ def proxy_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple
     lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
     if topology.size <= most_ranks or lists_blocks:
         return config, topology
-    nodes = max(2, STAND_IN_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
-    smaller = Topology(nodes, min(topology.local_ranks, STAND_IN_RANKS // nodes))
+    nodes = max(2, PROXY_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
+    smaller = Topology(nodes, min(topology.local_ranks, PROXY_RANKS // nodes))
     seq_len = config.train.seq_len * smaller.size // topology.size
     return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
 
 
-def scaled_attention(
-    attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology
-) -> AttentionConfig:
+def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small: Topology) -> AttentionConfig:
     """The method's settings for the smaller group that stands for the whole one."""
-    if small == topology:
-        return attention
     heads = math.gcd(method.head_parallel_size, small.local_ranks)
     inner = small.local_ranks // heads if method.ring_outer_size > 1 else small.size // heads
     outer = small.size // heads // inner
@@ -209,20 +220,21 @@ def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topo
 
 @functools.lru_cache(maxsize=64)
 def _fastest(
-    config: RunConfig, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]
+    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]
 ) -> tuple[_Choice, tuple[float, ...]]:
     """The first choice that no other one beats by more than the tolerance in the backward passes of all layers, and the
     seconds of all.
 
     Documents, which only the data know, are one sequence.
     """
-    method = legal_attention(config, topology)
-    small, group = proxy_group(config, topology, STAND_IN_RANKS)
-    try:
-        attention = scaled_attention(config.attention, method, topology, group)
-        proxy = legal_attention(replace(small, attention=attention), group)
-    except ConfigError:  # what only the whole group can be
-        small, group, proxy = config, topology, method
+    small, group = proxy_group(config, topology, PROXY_RANKS)
+    proxy = method
+    if group != topology:
+        try:
+            attention = scaled_attention(config.attention, method, group)
+            proxy = legal_attention(replace(small, attention=attention), group)
+        except ConfigError:  # what only the whole group can be
+            small, group = config, topology
     layers = attention_layers(small, proxy)
     blocks, token_bytes = divide_run(small, proxy, layers), token_bytes_of(small, proxy)
     counts = Counter(layers[index % len(layers)].mask for index in range(small.model.num_layers))

@@ -17,13 +17,13 @@ from typing import Any
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
 from engine.planning.memory.cost import PolicyCost, policy_cost
-from engine.planning.memory.policy import policy_name
+from engine.planning.memory.policy import checkpoint_kinds, policy_name
 from engine.planning.memory.predictor import Capacity, Fit, MemoryPrediction, Predict
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import predict_step
-from engine.resolve.attention import resolve_attention
+from engine.resolve.attention import circulate
 from engine.resolve.decisions import Decision, Rule
 from engine.resolve.degrees import sequence_topology
 from engine.resolve.legality import legal_attention
@@ -175,6 +175,7 @@ class _Search:
         self._group, self._predict = sequence_topology(config, world), predict
         self._legal: list[MemoryConfig] = []  # of the rounds so far
         self._costs: dict[MemoryConfig, PolicyCost] = {}
+        self._legal_methods: dict[tuple[object, float], AttentionMethod] = {}
         self._methods: dict[MemoryConfig, AttentionMethod] = {}
         self._seconds: dict[MemoryConfig, float] = {}
         self._predictions: dict[MemoryConfig, MemoryPrediction] = {}
@@ -256,15 +257,23 @@ class _Search:
     def _method(self, memory: MemoryConfig) -> AttentionMethod:
         """That of the run under this policy: what is attended again may divide the sequence otherwise."""
         if memory not in self._methods:
-            config = replace(self._config, memory=memory)
-            self._methods[memory] = resolve_attention(config, self._group, self._machine)
+            config, method = replace(self._config, memory=memory), self._legal_method(memory)
+            self._methods[memory], _ = circulate(config, method, self._group, self._machine)
         return self._methods[memory]
+
+    def _legal_method(self, memory: MemoryConfig) -> AttentionMethod:
+        """The same without a choice of what circulates, which costs of memory do not depend on."""
+        kinds = checkpoint_kinds(memory), memory.kept_fraction  # all of a policy that a method can follow from
+        if kinds not in self._legal_methods:
+            config = replace(self._config, memory=memory)
+            self._legal_methods[kinds] = legal_attention(config, self._group)
+        return self._legal_methods[kinds]
 
     def _cost(self, memory: MemoryConfig) -> PolicyCost:
         """Raises ConfigError where the configuration cannot run with this policy."""
         if memory not in self._costs:
             config = replace(self._config, memory=memory)
-            self._costs[memory] = policy_cost(config, legal_attention(config, self._group))
+            self._costs[memory] = policy_cost(config, self._legal_method(memory))
         return self._costs[memory]
 
     def _try(self, memory: MemoryConfig) -> Fit:
@@ -305,7 +314,7 @@ class _Search:
 
         guesses = sum(replace(one, host_layers=None) == memory for one in self._predictions)
         is_free = memory.activation_store == "host" and memory.host_layers is None and guesses < MOST_GUESSES
-        if not is_free or legal_attention(self._config, self._group).chunk_store == "host":
+        if not is_free or self._legal_method(memory).chunk_store == "host":
             return memory
         if not has_room() or has_room(activation_store="device"):
             return memory

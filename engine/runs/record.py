@@ -187,6 +187,16 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def facts_of_run(path: Path) -> dict[str, Any]:
+    """`config_facts` of the run in folder `path` as it was resolved; the fingerprint is that of what was asked for.
+
+    Raises:
+        ConfigError: config.yaml cannot be read.
+    """
+    requested = load_config(path / "config.yaml")
+    return {**config_facts(resolved_config(path)), "config_fingerprint": config_fingerprint(requested)}
+
+
 def resolved_config(path: Path) -> RunConfig:
     """What the ranks of the run in folder `path` run; what was asked for, where nothing that can be read says more.
 

@@ -66,6 +66,7 @@ class Trainer:
     ) -> None:
         config = resolved.config
         self.config, self.mesh = config, mesh
+        self._requested = resolved.requested
         self._run_folder, self._recorder, self._status = run, recorder, status
         train = config.train
         self.data = load_data(config, mesh, recorder)
@@ -194,6 +195,7 @@ class Trainer:
             plan = None if config.train.evaluate_only else run.read_memory_plan()
             peak = {"peak_flops_per_device": self.peak.flops_per_s, "peak_flops_source": self.peak.source}
             about = {"status": status, **run_facts(config, self.mesh, self.attention), **predicted_facts(plan), **peak}
+            about["config_fingerprint"] = self._requested  # so runs that asked for the same are alike
             about["data_content_hash"] = self.data.content_hash
             run.write_summary({**about, **summarise(run.read_metrics()), **facts})
         self._recorder.close()
