@@ -23,9 +23,10 @@ from engine.attention.kernels import KERNELS
 from engine.config.settings import RunConfig
 from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import Gpu, Hardware, MemoryPrediction
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Peak
-from engine.resolve.legality import check_run, method_on
+from engine.resolve.legality import check_run
 
 PEAK = Peak(100e12, "made up")
 ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")
@@ -52,9 +53,9 @@ class FakeMeasures:
 HARDWARE = Hardware((Gpu("NVIDIA H200", 143771 * 2**20),), 120 * 10**9, "made up")
 
 
-def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
     """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
-    method, memory = method_on(config, world), config.memory
+    memory = config.memory
     device, host = policy_cost(config, method).least
     numbers = own_parameters(config, method)
     gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)

@@ -224,7 +224,7 @@ def test_of_methods_the_fastest_is_advised() -> None:
     ring, world = open_config(2**17, memory={"activation_checkpoint": "full"}), Topology(2, 4)
     ring = replace(ring, attention=replace(ring.attention, preset="ring"))
 
-    def predict(config: RunConfig, on: Topology) -> MemoryPrediction:  # nothing else fits
+    def predict(config: RunConfig, method: AttentionMethod, on: Topology) -> MemoryPrediction:  # nothing else fits
         return prediction_of(1 if (config.memory, on) == (ring.memory, world) else 10**15)
 
     found = Adviser(capacity(2000), RAILS, predict).recommend(ring, ring, world)
