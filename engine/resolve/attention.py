@@ -174,7 +174,7 @@ def circulate(
     best, seconds = _fastest(config, method, topology, machine, tuple(choices))
     method = replace(method, backward_circulates=best[0], deferred_local_tiles=best[1])
     figures = {_choice_name(choice): value for choice, value in zip(choices, seconds, strict=True)}
-    return method, Decision(_CIRCULATES, _choice_name(best), Rule.FASTEST, figures)
+    return method, Decision(_CIRCULATES, best[0], Rule.FASTEST, figures)
 
 
 def proxy_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:

@@ -1,7 +1,7 @@
 """Which configurations can run: rules between settings, ranks and methods; every broken one at once. No torch.
 
-Asked when words become a configuration, and again once the survey has found how many ranks there are. Ranks do not ask:
-they are started with what `engine.resolve.run` made of a legal configuration.
+Asked when words become a configuration, and again once the survey has found how many ranks there are. Ranks that
+a launch starts do not ask: they read what `engine.resolve.run` made of a legal configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.resolve.degrees import known_cp_size, place_ranks, sequence_topology
 def problems(config: RunConfig) -> list[Problem]:
     """One problem per broken rule, those between settings alone (`engine.config.rules`) first.
 
-    Rules that need the number of ranks hold their peace while it is unknown.
+    Rules that need the number of ranks are skipped while it is unknown.
     """
     return config_problems(config, _RULES)
 
