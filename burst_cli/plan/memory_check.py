@@ -17,7 +17,6 @@ from engine.planning.memory.predictor import (
     Hardware,
     MemoryPrediction,
     Predict,
-    PredictStep,
     capacity_of,
     shared_predictor,
 )
@@ -42,12 +41,11 @@ class MemoryPlanner:
     """The engine's knowledge of memory; the configurations that it gets know their number of ranks.
 
     hardware   of the machines that ranks run on; None: this one
-    predictor, timer   instead of the process that predicts memory and time
+    predictor  instead of the process that predicts memory
     """
 
     hardware: Hardware | None = None
     predictor: Predict | None = None
-    timer: PredictStep | None = None
 
     def resolve(self, config: RunConfig, *, search: bool = True) -> ResolvedRun:
         """Everything that `config` leaves open, decided for its ranks, once.
@@ -87,11 +85,7 @@ class MemoryPlanner:
         if run.capacity is None or not (is_named or find_device(run.capacity.device_name)):
             return None
         try:
-            try:
-                predict = self.timer or shared_predictor().predict_step
-                return predict(run.config, run.method, run.world, run.machine)
-            except RunError:  # that process loads torch, which time needs none of
-                return predict_step(run.config, run.method, run.world, run.machine)
+            return predict_step(run.config, run.method, run.world, run.machine)
         except ConfigError:
             return None
 

@@ -54,8 +54,6 @@ from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPredictio
 from engine.planning.memory.ranks import reserve_bytes, worst_ranks
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Degrees, Topology
-from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import predict_step
 from engine.planning.visibility.layers import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
@@ -256,11 +254,7 @@ def main() -> None:
             try:
                 config, world = config_from_dict(request["config"]), Topology(**request["world"])
                 method, _ = read_dataclass(AttentionMethod, request["method"])
-                if "machine" in request:
-                    machine, _ = read_dataclass(Machine, request["machine"])
-                    answer = asdict(predict_step(config, method, world, machine))
-                else:
-                    answer = asdict(predict_memory(config, method, world))
+                answer = asdict(predict_memory(config, method, world))
             except ConfigError as error:
                 answer = {"problems": list(error.problems)}
             print(json.dumps(answer), file=answers, flush=True)

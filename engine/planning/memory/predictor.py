@@ -1,9 +1,7 @@
-"""How much memory there is (of a device by its name, of this machine, or as the configuration says), and the
-predictions of a step as others ask for them, its memory and its time: from a process of its own, each at most once.
-No torch.
+"""How much memory there is (of a device by its name, of this machine, or as the configuration says), and predictions
+of how much a step needs: from a process of its own, each at most once. No torch.
 
-`engine.memory.predict` imagines ranks, plans attention and loads torch, none of which belongs into the process that
-asks. Its own is started with the first request, answers one after another and ends when none comes any more. Device
+`engine.memory.predict` imagines ranks and loads torch, neither of which belongs into the process that asks. Its own is started with the first request, answers one after another and ends when none comes any more. Device
 memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
 """
 
@@ -26,8 +24,7 @@ from engine.config.schema import to_plain
 from engine.config.settings import DataConfig, MemoryConfig, RunConfig
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import Flops, StepParts, StepTime
-from engine.planning.time.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
+from engine.planning.time.machine import DEFAULT_DEVICE, device_bytes, find_device, unknown_device
 from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
 
@@ -247,9 +244,8 @@ class MemoryPrediction:
         return {**asdict(self), "needed_bytes": self.needed_bytes}
 
 
-# Predict a configuration and its method on the ranks of a topology (of the whole world).
+# Predicts a configuration and its method on the ranks of a topology (of the whole world).
 Predict = Callable[[RunConfig, AttentionMethod, Topology], MemoryPrediction]
-PredictStep = Callable[[RunConfig, AttentionMethod, Topology, Machine], StepTime]
 
 
 class Predictor:
@@ -269,11 +265,6 @@ class Predictor:
         silent for the time limit.
         """
         return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), method, world))
-
-    def predict_step(self, config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> StepTime:
-        """What `engine.planning.time.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
-        found = self._ask(config, method, world, machine=to_plain(machine))
-        return StepTime(**{**found, "parts": StepParts(**found["parts"]), "flops": Flops(**found["flops"])})
 
     def start(self) -> subprocess.Popen[str]:
         """The process, started if none is running; whoever will ask later may start it sooner."""
@@ -298,9 +289,8 @@ class Predictor:
             self._errors.close()
             self._process = None
 
-    def _ask(self, config: RunConfig, method: AttentionMethod, world: Topology, **more: Any) -> dict[str, Any]:
-        values = {"config": to_plain(config), "method": to_plain(method), "world": to_plain(world), **more}
-        request = json.dumps(values)
+    def _ask(self, config: RunConfig, method: AttentionMethod, world: Topology) -> dict[str, Any]:
+        request = json.dumps({"config": to_plain(config), "method": to_plain(method), "world": to_plain(world)})
         if request not in self._known:
             # A process that had waited long enough may end just when this comes.
             document = json.loads(self._answer(request, again=True) or self._answer(request))

@@ -25,9 +25,7 @@ from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, Tra
 from engine.planning.memory.predictor import Capacity, Gpu, Hardware, MemoryPrediction, shared_predictor
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import find_machine
-from engine.planning.time.step_time import predict_step
 from engine.resolve.run import resolve_run
 from engine.runs.folder import RESOLVED_FILE
 
@@ -55,7 +53,7 @@ def check(
             raise answer
         return answer
 
-    planner = MemoryPlanner(hardware, predict, predict_step)
+    planner = MemoryPlanner(hardware, predict)
     return check_memory(planner.resolve(config), planner, force=force)
 
 
@@ -68,7 +66,7 @@ def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
         return need(79, 24)
 
     config = changed(CONFIG, memory={"activation_checkpoint": policy})
-    planner = MemoryPlanner(H100, predict, predict_step)
+    planner = MemoryPlanner(H100, predict)
     check = check_memory(planner.resolve(config), planner)
     assert (len(asked), check.problems) == (1, [])
     assert check.needs == "79 GiB of 80 GiB on NVIDIA H100, 96 GiB of 100 GiB of host memory per node"
@@ -107,7 +105,7 @@ def test_refusal_names_the_policy_that_would_fit() -> None:
         return need(10 if config.memory.tile_tokens else 95)
 
     long = dataclasses.replace(CONFIG, train=TrainConfig(seq_len=2**20))
-    planner = MemoryPlanner(H100, predict, predict_step)
+    planner = MemoryPlanner(H100, predict)
     with pytest.raises(ConfigError, match=r"What helps: memory=auto would fit with .* memory\.tile_tokens="):
         check_memory(planner.resolve(long), planner)
 
@@ -131,19 +129,17 @@ def test_host_memory_can_be_what_is_missing() -> None:
     )
 
 
-def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -> None:
-    def fail(*_: object) -> StepTime:
-        raise RunError("no torch here.")
+def test_open_policy_counts_as_one_that_computes_nothing_again() -> None:
+    planner = MemoryPlanner(H100)
+    step, open_step = (planner.predict_time(planner.resolve(one, search=False)) for one in (CONFIG, OPEN))
+    assert step is not None
+    assert open_step is not None
+    assert open_step.seconds < step.seconds
 
-    planner = MemoryPlanner(H100, timer=fail)
-    run = planner.resolve(CONFIG)
-    found = planner.predict_time(run)
-    assert found is not None
-    assert found == MemoryPlanner(H100).predict_time(run)  # as that process says it
-    kept = planner.predict_time(planner.resolve(OPEN, search=False))
-    assert (kept or found).seconds < found.seconds  # nothing is computed twice
-    strange = MemoryPlanner(Hardware((Gpu("Strange 1", 80 * GIB),), None, ""), timer=fail)
-    assert strange.predict_time(strange.resolve(CONFIG)) is None
+
+def test_time_of_an_unknown_device_is_not_predicted() -> None:
+    planner = MemoryPlanner(Hardware((Gpu("Strange 1", 80 * GIB),), None, ""))
+    assert planner.predict_time(planner.resolve(CONFIG)) is None
 
 
 def test_what_is_not_known_is_started_with_a_warning() -> None:

@@ -22,7 +22,6 @@ from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, T
 from engine.planning.memory.predictor import Hardware, MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.time.step_time import predict_step
 
 
 class Judge:
@@ -162,7 +161,7 @@ def needs_a_gib(config: RunConfig, method: AttentionMethod, world: Topology) -> 
 
 
 def test_a_cell_is_judged_as_its_launch_would() -> None:
-    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib, predict_step))
+    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib))
     shortage = judge.expect(CONFIG)[0] or ""
     assert shortage.startswith("does not fit: a rank needs 1 GiB, 768 MiB more than the 256 MiB")
     elsewhere = replace(CONFIG, cluster=replace(CONFIG.cluster, launcher="ssh", nodes="n1"))
