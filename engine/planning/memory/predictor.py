@@ -1,8 +1,9 @@
 """How much memory there is (of a device by its name, of this machine, or as the configuration says), and predictions
 of how much a step needs: from a process of its own, each at most once. No torch.
 
-`engine.memory.predict` imagines ranks and loads torch, neither of which belongs into the process that asks. Its own is started with the first request, answers one after another and ends when none comes any more. Device
-memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
+`engine.memory.predict` imagines ranks and loads torch, neither of which belongs into the process that asks. Its own is
+started with the first request, answers one after another and ends when none comes any more. Device memory is all that
+the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
 """
 
 from __future__ import annotations
