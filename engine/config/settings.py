@@ -149,6 +149,7 @@ class AttentionConfig:
         None, "blocks: file of [n, 2] (query block, key block) pairs: .npy, .npz or .json"
     )
     kernel: KernelName = setting("auto", "what computes one tile; auto: the fastest that is legal")
+    check_plans: bool = setting(False, "for debugging: ranks compare both ends of all messages before every step")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.library import ContextParallel
+from engine.attention.runtime import PlannedAttention
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.distributed.collectives import sum_over_ranks
@@ -20,6 +21,7 @@ from engine.optim.updates import build_updates
 from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.shard import LocalBatch, shard_batch
 from engine.planning.methods.layers import AttendedPairs, attended_pairs
+from engine.training.check_plans import check_plans
 from engine.training.guard import NO_LABELS, TAKEN, Guard, Verdict
 from engine.training.rank.process import RankStatus
 
@@ -115,6 +117,9 @@ class TrainStep:
         A step without a single label (a prompt longer than all of its samples) has no loss and no gradient: weights,
         moments and the guard's window stay as they are.
         """
+        if self.config.attention.check_plans:
+            planned = [one for batch in local for one in batch.attention if isinstance(one, PlannedAttention)]
+            check_plans({id(one.runtime): one.runtime for one in planned}.values(), self.mesh)
         self.status.phase = "count labels"
         # Counted before any backward: each micro-step's gradient must already have its final weight.
         with self.status.waits.waiting("all_reduce"):
