@@ -1,1 +1,1 @@
-"""How ranks are divided: one object that owns the meshes, and FSDP2 over them."""
+"""How a model is distributed over ranks: device meshes, FSDP2, tensor parallelism, and row sharding."""

@@ -13,7 +13,7 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 
 from engine.attention.buffers import BufferPool, allocate_tensor, buffer_location
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.memory.host import HostMemoryError, HostPool, host_empty, lies_in_host_memory, piece_sizes
+from engine.memory.host import HostMemoryError, HostPool, chunk_sizes, host_empty, lies_in_host_memory
 from engine.memory.predict import predict_memory
 from engine.memory.store import HostStore
 from engine.model.parallelize import activation_limit
@@ -44,7 +44,7 @@ def test_host_slots_of_plans_are_host_memory_on_a_cpu_too() -> None:
 
 @given(st.integers(0, 1 << 44))
 def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_would_double(size: int) -> None:
-    pieces = piece_sizes(size, pinned=True)
+    pieces = chunk_sizes(size, pinned=True)
     assert len(pieces) <= (4 if size > 64 * KIB else 1)
     assert list(pieces) == sorted(pieces, reverse=True)
     assert all(piece.bit_count() == 1 for piece in pieces)  # nothing is rounded
