@@ -127,7 +127,7 @@ def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_tak
 ) -> None:
     answers = ranks(2).run(restore_damaged, CASES[1].config, str(tmp_path))
     assert [step for step, _, _ in answers] == [1, 1]
-    assert "step 2 is put aside" in answers[0][1]
+    assert "step 2 is moved aside" in answers[0][1]
     assert len(list(tmp_path.glob("step-00000002.bad-*"))) == 1
     for _, _, (first, second, restoring) in answers:
         assert first == second >= 4  # its folder, its files, their hashes, its commit
