@@ -233,7 +233,7 @@ class OptimizerConfig:
 
     learning_rate: float = setting(3e-4, "peak learning rate", above=0)
     schedule: Literal["cosine", "constant", "wsd"] = setting(
-        "cosine", "schedule after warm-up; wsd: constant, then a final decay"
+        "cosine", "learning rate after warm-up; wsd: constant, then a final decay"
     )
     warmup_steps: int = setting(0, "linear rise from 0 to learning_rate", "steps", at_least=0)
     decay_steps: int | None = setting(

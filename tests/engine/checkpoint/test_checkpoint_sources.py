@@ -105,7 +105,7 @@ def test_a_new_node_gets_all_it_needs_from_the_others_unless_a_disk_is_lost(
     before = contents(Path(copies[0]))
     for roots in ([copies[0], f"{tmp_path}/newer"], [copies[0]] * 2):  # and no new beginning
         for step, _, told in ranks(2).run(restore, RINGS.config, roots):
-            assert (step, "lie on a disk that no rank sees" in told) == (None, True)
+            assert (step, "are on a disk that no rank sees" in told) == (None, True)
     assert contents(Path(copies[0])) == before
     for step in Path(copies[1]).glob("step-*"):  # a first save that did not reach every disk is none
         shutil.rmtree(step)

@@ -107,7 +107,7 @@ def test_rewound_training_goes_on_with_other_data(injured: Any) -> None:
             [1, 2, *[3, 4] * 5, 3],
             "the loss of step 4 is nan, and 5 steps before it were dropped without progress",
         ),
-        (2, 5, [1, 2], "no checkpoint yet to go back to"),
+        (2, 5, [1, 2], "no checkpoint yet to rewind to"),
     ],
     ids=["it returns", "nothing to rewind to"],
 )
