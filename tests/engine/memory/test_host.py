@@ -73,7 +73,7 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
     with pytest.raises(HostMemoryError) as caught:
         pool.take(400)
     text = str(caught.value)
-    named = ["400 bytes more", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
+    named = ["400 more bytes", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
     assert [words for words in named if words not in text] == []
     assert describe_error(caught.value)["kind"] == "oom"
     assert pool.in_use_bytes == 700
