@@ -22,11 +22,11 @@ from typing import Any
 
 from burst_cli.compose import compose
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import Predict, shared_predictor
-from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Machine, find_machine
-from engine.planning.time.step_time import HOST_BYTES_PER_S, UPDATE_BYTES, predict_step, replayed_attention
+from engine.planning.topology import Topology
+from engine.predict.flops import count_parameters
+from engine.predict.machine import Machine, find_machine
+from engine.predict.memory import Predict, shared_predictor
+from engine.predict.step_time import HOST_BYTES_PER_S, UPDATE_BYTES, predict_step, replayed_attention
 
 NODE_RANKS = 8
 NOTEWORTHY = 1.1  # published figures that differ by more must be predicted in their order

@@ -53,7 +53,7 @@ MAX_MEMORY_RATIO, MAX_TIME_RATIO = 0.5, 0.9  # against transformers_checkpoint
 
 def work(variant: str, case: Case, pipe: Connection) -> None:
     """Life of a variant's process: builds, then answers "step", "track" and "end"."""
-    from engine.memory.tracker import LiveTensorTracker
+    from engine.device.live_tensors import LiveTensorTracker
     from engine.runs.oom import peak_resident_bytes
 
     torch.set_num_threads(case.threads)

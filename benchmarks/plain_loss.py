@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
-from engine.row_blocks import accumulate_dtype
+from engine.device.row_blocks import accumulate_dtype
 
 
 def cross_entropy_plain(hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossConfig) -> Tensor:

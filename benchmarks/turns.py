@@ -9,7 +9,7 @@ import torch
 
 from engine.bench.measure import Timing, summarise, synchronize, turns
 from engine.bench.spec import Rounds
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.live_tensors import LiveTensorTracker
 
 
 def measure_in_turn(

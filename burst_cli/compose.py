@@ -45,10 +45,10 @@ from burst_cli.overrides import (
     search_path,
 )
 from engine.config.errors import ConfigError
-from engine.config.rules import config_problems
 from engine.config.schema import Problem, Written, read_dataclass, to_plain
 from engine.config.settings import RunConfig
 from engine.config.yaml_text import ConfigDumper
+from engine.resolve.rules import config_problems
 
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
 _LONGEST_NAME = 100
@@ -85,11 +85,14 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
         with _begin_with(base, folders, groups) as searched:
             files = ConfigFiles(searched, groups)
             composed, choices, layers = _run_hydra(files, accepted, groups)
+            missing = _missing_problems(files, layers, values)
             sources, written = _trace_sources(files, layers, values)
     except ConfigError as error:
         raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
     config, mistakes = read_dataclass(RunConfig, composed, written)
-    problems += [_with_file(problem, sources, written) for problem in mistakes]
+    problems += missing
+    absent = {key for problem in missing for key in problem.keys}  # to read their ??? fails, too
+    problems += [_with_file(problem, sources, written) for problem in mistakes if absent.isdisjoint(problem.keys)]
     config = _name_after_choice(config, choices, sources)
     if config.train.evaluate_only and not config.exp.endswith(EVALUATION):
         config = replace(config, exp=config.exp[: _LONGEST_NAME - len(EVALUATION)] + EVALUATION)
@@ -246,6 +249,42 @@ def _trace_sources(
     return sources, written
 
 
+def _missing_problems(
+    files: ConfigFiles, layers: Sequence[tuple[Path, str]], overrides: Sequence[Override]
+) -> list[Problem]:
+    """A problem for every setting whose last value is ???, which stands for one that must be given.
+
+    Hydra alone would leave the value of an earlier file in its place. Arguments as of `_trace_sources`.
+    """
+    missing: dict[str, str] = {}
+    for path, package in layers:
+        values, prefix = files.values(path) or {}, f"{package}." if package else ""
+        known = {key: item for key, item in values.items() if key != "defaults"}
+        missing = _without(missing, [*_leaf_keys(known, package)])
+        for key in _keys_of_marks(known, package):
+            place = files.written(path).get(key.removeprefix(prefix))
+            where = f"{place.file}, line {place.line}" if place else shown_path(path)
+            missing[key] = f"{where} says ??? there. Write a value in its place, or add {key}=VALUE"
+    for override in overrides:
+        missing = _without(missing, [override.key, *_leaf_keys(override.value, override.key)])
+        if not override.is_delete:
+            text = f"{override.given} says ???. Write {override.key}=VALUE, or leave it out"
+            missing |= dict.fromkeys(_keys_of_marks(override.value, override.key), text)
+    return [Problem((key,), f"{key}: must be given, {why}") for key, why in missing.items()]
+
+
+def _keys_of_marks(value: Any, prefix: str) -> Iterator[str]:
+    """The dotted keys of all ??? in nested tables and lists."""
+    if value == "???":
+        yield prefix
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _keys_of_marks(item, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _keys_of_marks(item, f"{prefix}[{index}]")
+
+
 def _without(places: dict[str, T], keys: Sequence[str]) -> dict[str, T]:
     """`places` without these dotted keys and all that lies below them."""
     below = tuple(f"{key}{sign}" for key in keys for sign in ".[")
@@ -390,9 +429,6 @@ def _plain_values(composed: DictConfig) -> dict[str, Any]:
     """The values without what a file says about Hydra itself, interpolations resolved."""
     with open_dict(composed):
         composed.pop("hydra", None)
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise ConfigError([f"{key}: must be given (a file says ??? there); add {key}=VALUE" for key in missing])
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

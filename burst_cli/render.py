@@ -82,7 +82,7 @@ PIPE_WIDTH = 320
 # Below this rich prints nothing at all; COLUMNS=0 means that somebody did not know.
 LEAST_WIDTH = 20
 _GAP = 1
-_LONGEST_PIPED_NOTE = 160
+_PIPED_READING_WIDTH = 160
 _LEAST_WITH_NOTES = 60  # columns of a terminal; on narrower ones notes get what is left
 # What could once be typed, and what to do in its place.
 GONE = {
@@ -182,6 +182,11 @@ def _console(*, stderr: bool) -> Console:
     else:
         width = os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else PIPE_WIDTH
     return _PipeConsole(stderr=stderr, width=width, highlight=False, emoji=False)
+
+
+def reading_width(console: Console) -> int:
+    """Columns for text and tables with many figures: those of a terminal, in a pipe no more than people read."""
+    return _PIPED_READING_WIDTH if console.width == PIPE_WIDTH else console.width
 
 
 def show(document: Mapping[str, Any], *views: RenderableType, as_json: bool) -> None:
@@ -340,7 +345,7 @@ def fitted_table(
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
     if has_notes:  # in a pipe, whose width is not known, lines are no longer than people read
         longest = max(note.cell_len for note in notes)
-        longest = min(longest, _LONGEST_PIPED_NOTE) if width >= PIPE_WIDTH else longest
+        longest = min(longest, _PIPED_READING_WIDTH) if width >= PIPE_WIDTH else longest
         table.width = min(width, sum(widths[place] for place in kept) + longest + _GAP)
     for place in kept:
         justify = "right" if columns[place].is_number else "left"

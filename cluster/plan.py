@@ -17,9 +17,9 @@ from typing import Any
 from cluster.agent.messages import STOP_GRACE_S, Spec
 from cluster.env.plan import EnvironmentVariable
 from cluster.errors import ClusterError
-from cluster.launch.runner import RUNNERS, runner_of
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
+from engine.config.cluster import LAUNCHERS
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.config.settings import RunConfig, config_from_dict, dump_config
@@ -282,7 +282,10 @@ class PlanFileError(ClusterError):
 
 
 def read_launch_plan(run_path: Path) -> LaunchPlan:
-    """The plan of the run in folder `run_path`, also after that folder was moved. Raises PlanFileError."""
+    """Read the plan of the run in folder `run_path`, also after that folder was moved. Raises PlanFileError.
+
+    Nodes that a scheduler grants later still have placeholder names; `cluster.control.runner.read_run_plan` has theirs.
+    """
     path = run_path / PLAN_FILE
     try:
         plan = plan_from_dict(json.loads(path.read_bytes()))
@@ -290,8 +293,7 @@ def read_launch_plan(run_path: Path) -> LaunchPlan:
         raise PlanFileError(f"{path}: there is none, so `burst launch` did not start this run") from error
     except (OSError, ValueError, RecursionError, PlanFileError) as error:
         raise PlanFileError(f"{path}: not a launch plan: {one_line(str(error), 300)}") from error
-    plan = _moved(plan, run_path.absolute())
-    return runner_of(plan).with_nodes(plan)
+    return _moved(plan, run_path.absolute())
 
 
 def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:
@@ -373,7 +375,7 @@ def _check(plan: LaunchPlan) -> None:
     for path in [plan.run_path, *(path for node in plan.nodes for path in (node.folder, node.cwd, node.log_dir))]:
         if not path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise ValueError(f"{path!r} is no absolute path")
-    if plan.launcher not in RUNNERS or plan.backend.name not in ("nccl", "gloo"):
+    if plan.launcher not in LAUNCHERS or plan.backend.name not in ("nccl", "gloo"):
         raise ValueError(f"launcher {plan.launcher!r} or backend {plan.backend.name!r} is not known here")
 
 

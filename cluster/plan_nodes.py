@@ -177,7 +177,7 @@ class NodesBuilder:
         if cluster.container.runtime != "bare":
             variables += user_variables(site.home, site.user, cache_folder(self.config, site.home))
         for setting in cluster.environment:
-            name, _, value = setting.partition("=")  # `engine.config.rules` has refused what is not NAME=VALUE
+            name, _, value = setting.partition("=")  # `engine.resolve.rules` has refused what is not NAME=VALUE
             variables.append(EnvironmentVariable(name, value, "cluster.environment"))
         return tuple({variable.name: variable for variable in variables}.values())
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.attention import ContextParallel
-from engine.hf import enable_context_parallel
+from engine.attention.hugging_face import enable_context_parallel
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same weights on every rank

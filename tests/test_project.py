@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import collections
 import functools
-import graphlib
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import grimp
 import pytest
 
 from burst_cli import __version__
@@ -213,16 +211,17 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 VIOLATIONS = {
+    "engine/model/llama.py": "from engine.parallel import fsdp",
+    "cluster/ssh/hosts.py": "import cluster.plan",
     "engine/planning/visibility/mask.py": "import torch",
-    "engine/model/llama.py": "from engine.parallel import mesh",
-    "engine/training/optim.py": "import typer",
+    "engine/optim/adamw.py": "import typer",
     "engine/runs/record.py": "import cluster.plan",
     "engine/runs/folder.py": "import burst_cli.render",
     "cluster/plan.py": "from engine.training.trainer import Trainer",
     "burst_cli/render.py": "import hydra",
     "burst_cli/runs/view.py": "from engine.training.metrics import StepMeter",
 }
-BROKEN_RULES = 6  # all but "ranks run without SSH"
+BROKEN_RULES = 7  # all but "ranks run without SSH"
 
 
 def test_import_rules_hold_and_would_notice(tmp_path: Path) -> None:
@@ -236,12 +235,6 @@ def test_import_rules_hold_and_would_notice(tmp_path: Path) -> None:
     result = lint_imports(tmp_path)
     assert result.returncode == 1
     assert f"{BROKEN_RULES} broken" in result.stdout, result.stdout
-
-
-def test_no_module_imports_itself_through_others() -> None:
-    graph = grimp.build_graph("burst_cli", "cluster", "engine", exclude_type_checking_imports=True, cache_dir=None)
-    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    graphlib.TopologicalSorter(imports).prepare()  # names a circle
 
 
 def entrypoint(home: Path, *command: str) -> str:

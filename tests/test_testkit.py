@@ -88,8 +88,25 @@ def test_what_a_test_lacks_is_the_last_line_and_fails_only_where_ci_is_set(
 
 def test_the_closing_line_names_rights_and_packages() -> None:
     want = "2 tests were skipped: they need root, packages (apt-get install iproute2 openssh-server)"
-    assert closing_line(["needs sshd, root", "needs ip, sshd", "another reason"]) == want
-    assert closing_line(["another reason"]) == ""
+    assert closing_line(["needs sshd, root", "needs ip, sshd", "another reason"], []) == want
+    assert closing_line(["another reason"], ["slurmd"]) == ""
+
+
+def test_the_closing_line_names_packages_that_no_skipped_test_reached() -> None:
+    """Tests of Slurm need sshd first, so without it they are skipped before they ask for Slurm."""
+    want = "1 test was skipped: it needs packages (apt-get install munge openssh-server slurmd)"
+    assert closing_line(["needs sshd"], ["openssh-server", "slurmd", "munge"]) == want
+
+
+def test_the_last_line_on_a_bare_machine_names_every_package(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
+    pytester.makeconftest("pytest_plugins = ('testkit.needs',)")
+    pytester.makepyfile("import pytest\n@pytest.mark.needs('sshd')\ndef test_marked():\n    pass\n")
+    last = pytester.runpytest_subprocess("-p", "no:cacheprovider").outlines[-1]
+    assert last.endswith(f"(apt-get install {' '.join(sorted(set(read_packages().values())))})"), last
 
 
 def test_packages_are_those_that_a_testbed_asks_for() -> None:

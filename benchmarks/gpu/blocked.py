@@ -20,11 +20,11 @@ from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.ring import Gradients, Inputs, NoiseTransport, RingCase, RingRank, run_together
 from benchmarks.gpu.tiles import BACKWARD_OVER_FORWARD, device_inputs, forward_flops
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import select_kernel
-from engine.attention.kernels.base import TileGradients, TileKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.bench.measure import Timing
 from engine.bench.spec import HeadShape
+from engine.kernels.attention import select_kernel
+from engine.kernels.attention.base import TileGradients, TileKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band
 
 CALLS = 4  # some that do not count, and two or three that do

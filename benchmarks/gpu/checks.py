@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.gpu.plan import Row
-from engine.planning.time.machine import Peak
+from engine.predict.machine import Peak
 from engine.training.peak import above_peak_warning
 
 SUFFIX = "_tflops"

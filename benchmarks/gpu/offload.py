@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import measure_in_turn
-from engine.attention.kernels import select_kernel
+from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import synchronize
 from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig
-from engine.memory.host import host_empty
-from engine.memory.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
+from engine.device.host_memory import host_empty
+from engine.kernels.attention import select_kernel
+from engine.optim.adamw import build_optimizer, square_sum
 from engine.planning.program.ops import Channel
 from engine.planning.visibility.mask import Band
-from engine.training.optim import build_optimizer, square_sum
 
 Row = dict[str, Any]
 ADAM_BYTES = 28  # per parameter: weight, two moments read and written, gradient read; fp32

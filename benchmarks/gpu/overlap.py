@@ -20,8 +20,6 @@ import torch
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.tiles import device_inputs
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import select_kernel
-from engine.attention.kernels.base import TileGradients
 from engine.attention.library import set_sm_carveout
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
@@ -33,9 +31,11 @@ from engine.attention.transport import (
     make_channel_groups,
 )
 from engine.bench.spec import HeadShape
-from engine.parallel.mesh import read_placement, start_process_group
-from engine.planning.methods.topology import Topology
+from engine.distributed.mesh import read_placement, start_process_group
+from engine.kernels.attention import select_kernel
+from engine.kernels.attention.base import TileGradients
 from engine.planning.program.ops import Channel
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band
 
 TIMEOUT = timedelta(seconds=60)

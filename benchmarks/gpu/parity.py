@@ -25,7 +25,6 @@ from engine.bench.ranks import RankProgram, run_ranks
 from engine.bench.spec import RankSetup
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import RunError
-from engine.config.rules import check_config
 from engine.config.schema import read_dataclass, to_plain
 from engine.config.settings import (
     AttentionConfig,
@@ -41,9 +40,10 @@ from engine.config.settings import (
     TrainConfig,
 )
 from engine.data.sampler import IGNORE_INDEX, Batch
-from engine.model.parallelize import build_model
-from engine.parallel.mesh import build_mesh, read_placement, start_process_group
+from engine.distributed.mesh import build_mesh, read_placement, start_process_group
+from engine.parallel.parallelize import build_model
 from engine.planning.methods.presets import PRESETS
+from engine.resolve.rules import check_config
 from engine.training.train_step import TrainStep, count_batches, rank_batch
 
 CASE_FILE, ROWS_FILE = "case.json", "rows.jsonl"

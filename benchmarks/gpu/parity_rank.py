@@ -15,7 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.parity import REFERENCE_FILE, ROWS_FILE, compare, read_case, train
 from engine.config.errors import ConfigError
-from engine.parallel.mesh import read_placement
+from engine.distributed.mesh import read_placement
 from engine.training.rank.process import leave
 
 TIMEOUT = timedelta(seconds=40)  # of one collective: a rank that waits longer waits for a dead one

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.runner import Budget
-from benchmarks.gpu.steps import ALONE, Policy, choose_policy, config_of, read_config, settled
+from benchmarks.gpu.steps import ALONE, Policy, choose_policy, config_of, read_config, resolved
 from benchmarks.gpu.worker import MeasurementError, error_text
-from engine.planning.memory.predictor import MemoryPrediction, Predictor
+from engine.predict.memory import MemoryPrediction, Predictor
 
 LEAST_S = 5.0
 
@@ -39,7 +39,7 @@ class Predictions:
         if policy is None:
             return measurement
         try:
-            return settled(measurement, policy.result(timeout=max(LEAST_S, self._budget.left_s)))
+            return resolved(measurement, policy.result(timeout=max(LEAST_S, self._budget.left_s)))
         except Exception as error:
             raise MeasurementError(f"no memory policy: {error_text(error)}") from error
 
@@ -62,7 +62,7 @@ class Predictions:
 
     def _predict(self, measurement: Measurement) -> MemoryPrediction:
         policy = self._policies[measurement.settings["config"]].result()  # chosen before, by the same thread
-        return self._predictor.predict(config_of(settled(measurement, policy)), ALONE)
+        return self._predictor.predict(config_of(resolved(measurement, policy)), ALONE)
 
     def _amend(self, row: Row) -> Row:
         future = self._futures.get(row["label"])

@@ -18,7 +18,7 @@ NOTES = {
     "loss": "The roofline is the time of the loss's three products at the measured matmul rate. Extra peak: beyond the "
     "inputs and the gradient of hidden.",
     "parity": "Relative differences from one rank, of losses and of the gradient that differs most.",
-    "steps": "Conventions: `engine/planning/time/flops.py`. Memory policies: those that fit the whole model there.",
+    "steps": "Conventions: `engine/predict/flops.py`. Memory policies: those that fit the whole model there.",
 }
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from engine.attention.context import AttentionGroup, build_context
 from engine.attention.executor import Execution
-from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.attention.transport import P2POp, SilentTransport, Transport
 from engine.bench.spec import HeadShape
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
-from engine.planning.visibility.layers import attention_layers
+from engine.kernels.attention.base import TileKernel
+from engine.planning.methods.layers import attention_layers
+from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
+from engine.resolve.attention import resolve_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from benchmarks.gpu.checks import complete_rows, failed_row, skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row, share_s
 from benchmarks.gpu.worker import MeasurementError
-from engine.planning.time.machine import Peak
+from engine.predict.machine import Peak
 
 GRACE_S = 10.0  # beyond the budget, for the measurement that is running
 LEAST_PACE, MOST_PACE = 0.1, 20.0

@@ -17,7 +17,7 @@ from benchmarks.gpu.store import result_stem, write_document
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers, error_text
 from engine.config.errors import RunError
-from engine.planning.time.machine import Peak
+from engine.predict.machine import Peak
 from engine.training.peak import above_peak_warning
 
 SCHEMA = 1

@@ -22,20 +22,20 @@ from benchmarks.tensors import local_tensors
 from engine.bench.measure import synchronize
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
 from engine.data.sampler import IGNORE_INDEX, Batch
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.live_tensors import LiveTensorTracker
+from engine.distributed.mesh import build_mesh, choose_device, read_placement, start_process_group
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import build_empty_model
-from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
-from engine.planning.memory.auto import resolve_memory
-from engine.planning.memory.cost import policy_cost
-from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import Hardware, Predict, capacity_of
-from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
+from engine.parallel.parallelize import build_empty_model
+from engine.planning.topology import Topology
+from engine.predict.flops import attention_pairs, count_parameters, step_flops
+from engine.predict.memory import Hardware, Predict, capacity_of
+from engine.predict.policy_cost import policy_cost
+from engine.resolve.memory import resolve_memory
+from engine.resolve.rules import check_config
+from engine.runs.record import policy_name
 from engine.training.metrics import peak_pinned_bytes
 from engine.training.train_step import TrainStep
 from engine.training.trainer import set_threads
@@ -115,7 +115,7 @@ class Policy:
 
 
 def plan(sizes: StepSizes, device: str) -> Part:
-    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `settled`."""
+    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `resolved`."""
     measurements = []
     for layers, seq_len in sizes.points:
         measurements.append(_measurement(sizes, layers, run_config(sizes.model, seq_len, device)))
@@ -148,7 +148,7 @@ def _measurement(sizes: StepSizes, layers: int, whole: RunConfig) -> Measurement
     )
 
 
-def settled(measurement: Measurement, policy: Policy) -> Measurement:
+def resolved(measurement: Measurement, policy: Policy) -> Measurement:
     """The measurement under the policy of the whole model."""
     settings = measurement.settings
     about = settings["about"] | {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
@@ -254,7 +254,7 @@ def describe_policy(config: RunConfig) -> str:
 
 
 def rates(row: Row, step_s: float, prefix: str = "") -> Row:
-    """TFLOP/s in all three conventions (`engine.planning.time.flops`). That of full attention counts work
+    """TFLOP/s in all three conventions (`engine.predict.flops`). That of full attention counts work
     that is not done, so it is no rate of the device and may exceed its peak.
     """
     return {

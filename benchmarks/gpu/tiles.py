@@ -12,13 +12,13 @@ from torch import Tensor
 from benchmarks.gpu.checks import skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import KERNELS, select_kernel
-from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.bench.attention import global_inputs
 from engine.bench.spec import HeadShape
 from engine.config.errors import ConfigError
-from engine.planning.time.flops import attention_pairs
+from engine.kernels.attention import KERNELS, select_kernel
+from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.planning.visibility.mask import Band
+from engine.predict.flops import attention_pairs
 
 BACKWARD_OVER_FORWARD = 2.5  # five products of the forward's size and shape for its two
 BANDS = {"causal": Band(0, 0, 0, 0, low=0), "full": Band(0, 0, 0, 0)}

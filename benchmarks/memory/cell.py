@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from engine.bench.spec import RankSetup, Rounds, read_attention, split_point
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.schema import read_dataclass
 from engine.config.settings import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.planning.memory.policy import layer_policies
-from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops
+from engine.planning.checkpoint_policy import layer_policies
+from engine.predict.flops import attention_pairs, count_parameters, forward_flops
+from engine.resolve.rules import check_config
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 whatever the compute dtype
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.library import ContextParallel
+from engine.kernels.attention.base import TileGradients, TileKernel, TileResult
 from engine.model.llama import LlamaModel
 from engine.planning.visibility.mask import Band
 

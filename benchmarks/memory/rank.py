@@ -20,10 +20,10 @@ from benchmarks.memory.counting import AttentionLog, count_attention
 from benchmarks.tensors import local_tensors
 from engine.bench.measure import environment, run_rank, slowest_rank, summarise, turns
 from engine.data.sampler import IGNORE_INDEX, Batch
-from engine.memory.tracker import LiveTensorTracker
-from engine.model.parallelize import build_model
+from engine.device.live_tensors import LiveTensorTracker
+from engine.distributed.mesh import Mesh, build_mesh
 from engine.parallel.fsdp import release_gathered_weights
-from engine.parallel.mesh import Mesh, build_mesh
+from engine.parallel.parallelize import build_model
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep, rank_batch
 

@@ -19,7 +19,7 @@ from engine.bench.attention import global_inputs, timed_pass
 from engine.bench.measure import environment, run_rank, summarise, turns
 from engine.bench.spec import AttentionCell
 from engine.config.errors import ConfigError
-from engine.parallel.mesh import Mesh, build_mesh
+from engine.distributed.mesh import Mesh, build_mesh
 from engine.training.rank.process import leave
 
 OUTPUTS = ("out", "dq", "dk", "dv")

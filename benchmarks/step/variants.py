@@ -13,8 +13,8 @@ import torch
 from benchmarks.memory.cell import read_memory
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.settings import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from engine.resolve.rules import check_config
 
 OURS = "burst"
 REFERENCE = "transformers"
@@ -90,8 +90,8 @@ def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
 def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     """(step, model, optimizer) of this engine on a group of one rank."""
     from engine.data.sampler import Batch
-    from engine.model.parallelize import build_model
-    from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
+    from engine.distributed.mesh import build_mesh, choose_device, read_placement, start_process_group
+    from engine.parallel.parallelize import build_model
     from engine.training.train_step import TrainStep
 
     config = case.run_config(variant)
@@ -110,7 +110,7 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
     """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
     from transformers import LlamaForCausalLM
 
-    from engine.training.optim import build_optimizer
+    from engine.optim.adamw import build_optimizer
 
     model = LlamaForCausalLM(llama_config(case)).train()
     copy_initial_weights(case.model, model)

@@ -163,7 +163,7 @@ def machine(
     numbers of ranks shares the cores out anew.
     """
     from burst_cli.bench.view import machine_view
-    from engine.planning.memory.predictor import read_nvidia_smi
+    from engine.predict.memory import read_nvidia_smi
 
     check_output("--output", output, ".json")
     gpus = 0 if options.backend == "gloo" else len(read_nvidia_smi())

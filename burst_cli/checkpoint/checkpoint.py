@@ -32,7 +32,7 @@ from burst_cli.runs.choose import choose_run
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig, RunConfig, load_config
 from engine.data.chat import ChatTemplate, find_template
-from engine.pretrained.export import ExportDtype, ExportOrder, check_new, export, weight_bytes
+from engine.export.hugging_face import ExportDtype, ExportOrder, check_new, export, weight_bytes
 from engine.pretrained.folder import CONFIG_FILE, TOKENIZER_FILE, find_tokenizer
 from engine.runs.checkpoints import CheckpointError, checkpoints_of
 from engine.runs.figures import binary_bytes, count_of

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.render import listing, say
-from cluster.launch.runner import runner_of
+from cluster.control.runner import read_run_plan, runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
-from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
+from cluster.plan import LaunchPlan, PlanFileError, roots_of
 from cluster.ssh.hosts import fold_nodes
 from engine.runs.checkpoints import (
     Checkpoint,
@@ -111,7 +111,7 @@ def newest_undamaged(found: Iterable[One], console: Console) -> One | None:
 def plan_of_nodes(run: RunFolder) -> LaunchPlan | None:
     """The plan of a run whose checkpoints lie on its nodes; None where this machine sees the folder they are in."""
     try:
-        plan = read_launch_plan(run.path)
+        plan = read_run_plan(run.path)
     except PlanFileError:
         return None
     settings = plan.config.train.checkpoint
@@ -171,9 +171,9 @@ def _none_whole(run: RunFolder, answer: NodeCheckpoints, step: int | None) -> st
 
 @contextlib.contextmanager
 def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of so many bytes on `console` while it is needed; gives what it is told of more bytes."""
+    """A bar of `total` bytes, drawn where `console` is a terminal; gives a function that advances it by some bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total)
         yield lambda size: progress.advance(task, size)
 

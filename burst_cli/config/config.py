@@ -21,8 +21,9 @@ from burst_cli.render import listing
 from burst_cli.terminal import can_write
 from engine.config.errors import ConfigError
 from engine.config.schema import known_keys, to_plain, unknown_key, walk_fields, walk_sections
-from engine.config.settings import RunConfig, config_fingerprint
+from engine.config.settings import RunConfig
 from engine.config.yaml_text import ConfigDumper
+from engine.runs.record import config_fingerprint
 
 app = new_verb()
 

@@ -18,6 +18,8 @@ from engine.data.prepare import PreparedData, open_training_data, prepare, skipp
 from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards
 from engine.data.view import samples_per_step, training_views, validation_views, warnings_of
+from engine.pretrained.folder import open_tokenizer
+from engine.pretrained.resolve import version_note
 from engine.runs.figures import DASH, binary_bytes, percent, plain, seconds
 
 app = new_verb()
@@ -55,6 +57,9 @@ def prepare_data(
         render.emit_json(describe(prepared) | facts)
     else:
         _print_table(describe(prepared), elapsed_s)
+        path = config.data.tokenizer_path
+        if path is not None and (note := version_note(open_tokenizer(path.absolute()))) is not None:
+            render.say(render.stderr(), f"{path}: {note}")
         if classes:
             _print_classes([one.name for one in classes], lengths, config.train.seq_len)
     for one in classes:

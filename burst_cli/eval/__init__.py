@@ -1,1 +1,1 @@
-"""`burst eval`, and how an evaluation is shown."""
+"""`burst eval`: from a run to the launch that evaluates its weights."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burst_cli import render
-from burst_cli.checkpoint.view import bring, checkpoint_of_step
+from burst_cli.checkpoint.view import bring
+from burst_cli.checkpoint.weights import weights_of
 from burst_cli.compose import compose
 from burst_cli.options import LaunchRequest
 from burst_cli.runs.choose import choose_run
-from cluster.launch.runner import runner_for, runner_of
-from cluster.plan import PlanFileError, read_launch_plan, roots_of
+from cluster.control.runner import runner_for
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config
-from engine.runs.checkpoints import CheckpointError, checkpoints_of, list_checkpoints
 from engine.runs.folder import RunFolder
 
 # What every evaluation is told: nothing is saved, and nothing trained.
@@ -67,36 +66,3 @@ def evaluation_base(run: RunFolder, weights: str) -> RunConfig:
     cluster = config.cluster if config.cluster.nodes is None else replace(config.cluster, num_nodes=None)
     train = replace(config.train, checkpoint=replace(config.train.checkpoint, resume_from=weights))
     return replace(config, model=replace(config.model, init_from=None), train=train, cluster=cluster)
-
-
-def weights_of(run: RunFolder, step: int | None) -> str:
-    """The path of the run's checkpoints, or of that of `step`, as its ranks know it.
-
-    Raises CheckpointError when there is none and this machine would know.
-    """
-    if (folder := _folder_on_nodes(run)) is not None:
-        return folder if step is None else f"{folder}/step-{step:08d}"
-    root = checkpoints_of(run.path)
-    if step is not None:
-        return str(checkpoint_of_step(run, step).path.absolute())
-    if not list_checkpoints(root):
-        raise CheckpointError(
-            f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "
-            "was launched with train.checkpoint.at_end=true"
-        )
-    return str(root.absolute())
-
-
-def _folder_on_nodes(run: RunFolder) -> str | None:
-    """Where the nodes of a run over SSH keep its checkpoints, each in its own home where that is meant; None where they
-    keep them in the folder we see."""
-    try:
-        plan = read_launch_plan(run.path)
-    except PlanFileError:
-        return None
-    if not plan.has_own_folders:
-        return None
-    if plan.config.train.checkpoint.folder is not None or not runner_of(plan).takes_nodes:  # all of them the same
-        return roots_of(plan)[plan.nodes[0].name]
-    root = plan.config.cluster.node_folder or "~/.burst"
-    return f"{root.rstrip('/')}/runs/{run.run_id}/checkpoints"

@@ -6,11 +6,9 @@ The plan of another attempt is made anew for nodes as they are then; how often o
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,9 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.launch.prepare import PreparedLaunch, prepare_launch
 from burst_cli.options import LaunchManner, LaunchRequest
-from burst_cli.render import clean, fold_names
-from burst_cli.runs.read import RunProgress, is_evaluation, read_facts, run_record
+from burst_cli.render import clean
+from burst_cli.runs.nccl_network import fallback_text, socket_fallbacks
+from burst_cli.runs.read import RunProgress, is_evaluation, run_record
 from burst_cli.runs.view import open_view
 from burst_cli.terminal import use_any_encoding
 from cluster.checks.launch import UnfitNodesError
@@ -29,9 +28,8 @@ from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.judge import last_checkpoint
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming
-from cluster.env.live import sockets_line
-from cluster.launch.runner import open_links, runner_of
-from cluster.plan import LaunchPlan, read_launch_plan, write_plan_files
+from cluster.control.runner import open_links, read_run_plan, runner_of
+from cluster.plan import LaunchPlan, write_plan_files
 from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import BurstError, ConfigError
 from engine.config.settings import RunConfig
@@ -226,7 +224,7 @@ def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, saved: st
         views = [Text.assemble((outcome.status, style), f" {_name(run)} in {duration(elapsed_s)}")]
         more = f"more: burst report {run.run_id}"
         if is_evaluation(record):
-            from burst_cli.eval.view import evaluation_view
+            from burst_cli.runs.evaluation import evaluation_view
 
             views += [evaluation_view(record), more]
         else:
@@ -255,49 +253,6 @@ def _name(run: RunFolder) -> str:
     return f"{run.exp}/{run.run_id}"
 
 
-# --- which network NCCL took ------------------------------------------------------------------------------------------
-
-
-_READ_BYTES = 1 << 20  # of a log, from its beginning: NCCL names its network when it starts
-_LOGS = 64  # of a node: one per process that uses NCCL
-
-
-def socket_fallbacks(run: RunFolder) -> list[dict[str, str]]:
-    """{node, said} of every node whose plan names RDMA ports but whose NCCL took sockets in this attempt, and said so.
-
-    Nodes with no NCCL log yet are left out, and so is a run on one node, where nothing goes over a network.
-    """
-    nodes = read_facts(run).nodes
-    since = 0.0
-    with contextlib.suppress(ValueError):
-        since = datetime.fromisoformat(str(run.read_state().get("started_at"))).timestamp()
-    planned = [node.name for node in nodes if node.rdma_ports] if len(nodes) > 1 else []
-    return [{"node": name, "said": line} for name in planned if (line := _node_line(run.log_dir(name), since))]
-
-
-def fallback_text(fallbacks: list[dict[str, str]]) -> str | None:
-    """The warning for people; None where nothing fell back."""
-    if not fallbacks:
-        return None
-    nodes, said = clean(fold_names([row["node"] for row in fallbacks])), clean(fallbacks[0]["said"])
-    return (
-        f"NCCL fell back to sockets on {nodes}, though the plan names RDMA ports (NCCL_IB_HCA): messages between nodes "
-        f"are many times slower. It said: {said}. See `burst check-nodes --only ib` and `burst env check`."
-    )
-
-
-def _node_line(folder: Path, since: float) -> str | None:
-    for path in sorted(folder.glob("nccl.*.log"))[-_LOGS:]:
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < since:
-                continue  # of an earlier attempt
-            with path.open("rb") as file:
-                line = sockets_line(file.read(_READ_BYTES).decode(errors="replace"))
-            if line is not None:
-                return line
-    return None
-
-
 # --- in the background ------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +265,7 @@ def main(run_path: str, way: str) -> int:
     with stop.listening():
         try:
             run, manner = open_run(Path(run_path)), LaunchManner(detach=True)
-            return lead_run(read_launch_plan(run.path), run, stop, manner, start=way == START)
+            return lead_run(read_run_plan(run.path), run, stop, manner, start=way == START)
         except BurstError as error:
             return render.fail(error)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.compose import compose
-from burst_cli.launch.sources import check_room, check_source, with_source_paths
+from burst_cli.launch.sources import check_room, check_source, quote_source, with_source_path
 from burst_cli.options import LaunchRequest, select_nodes
 from burst_cli.plan.memory_check import (
     MEMORY_PLAN_FILE,
@@ -25,13 +25,13 @@ from burst_cli.plan.memory_check import (
     with_memory,
 )
 from burst_cli.runs.starts import earlier_start_s
-from cluster.launch.runner import Asked, Survey, runner_for, runner_of
+from cluster.control.runner import Asked, Survey, runner_for, runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.time.machine import find_machine, machine_fields
+from engine.predict.machine import find_machine, machine_fields
+from engine.resolve.rules import check_config
 from engine.runs.checkpoints import CheckpointError, check_steps_left, find_source, list_checkpoints
 from engine.runs.figures import count_of, duration, seconds
 from engine.runs.folder import check_writable, new_run_path
@@ -59,11 +59,14 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
-    nodes, overrides = None, with_source_paths(request.overrides, request.runs_dir)
+    nodes, overrides = None, quote_source(request.overrides)
     if request.names_nodes:  # in their order; the record of a run says which they were
         nodes = select_nodes(RunConfig(), hosts=request.hosts, hostfile=request.hostfile).names
         overrides = (*overrides, f"cluster.nodes='{fold_nodes(nodes)}'")
     composed = compose(overrides, request.config_dirs, request.base)
+    resolved = with_source_path(overrides, composed, request.runs_dir)
+    if resolved != overrides:
+        composed = compose(resolved, request.config_dirs, request.base)
     _check_continuation(composed.config)
     given = request.run_path
     run_path = new_run_path(request.runs_dir, composed.config.exp) if given is None else given.absolute()
@@ -75,7 +78,9 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     if runner.is_here and not request.dry_run:
         check_source(composed.config)
         room = check_room(composed.config, run_path, force=request.force)
-    asked = Asked(nodes, request.overrides, request.force, request.dry_run, health, render.stderr().status)
+    resumed = given.name if given is not None and request.base is not None else None
+    typed, busy = request.overrides, render.stderr().status
+    asked = Asked(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
     survey = runner.survey(composed.config, asked)
     planner = MemoryPlanner(survey.hardware)
     memory = _settled_memory(survey.plan(survey.config, run_path).config, planner, force=request.force)
@@ -187,7 +192,7 @@ def show_plan(
 
 def show_job(plan: LaunchPlan, form: str) -> None:
     """Print the job of `plan` as YAML. Raises ConfigError for a plan that has none."""
-    from cluster.launch.manifest import FORMS, JOB_FILE
+    from cluster.launch.kubernetes.manifest import FORMS, JOB_FILE
 
     if JOB_FILE not in dict(plan.files):
         raise ConfigError(f"--as {form} needs cluster.launcher=kubernetes, as in cluster=k8s")

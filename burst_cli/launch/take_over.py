@@ -16,8 +16,8 @@ from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import ControllerBusyError, RunState, StopRequests, find_controller
 from cluster.control.controller import settle
+from cluster.control.runner import read_run_plan
 from cluster.errors import ClusterError
-from cluster.plan import read_launch_plan
 from engine.config.errors import ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder
 
@@ -36,7 +36,7 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
     request: other nodes for the next attempt, and whether they are checked. Raises ControllerBusyError when a process
     controls it, UnknownRunError when its nodes cannot be asked, PlanFileError when `burst launch` did not start it.
     """
-    plan = read_launch_plan(run.path)
+    plan = read_run_plan(run.path)
     console = manner.console()
     way = find_way(run, console)
     if way == "done":

@@ -19,14 +19,14 @@ from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import control
 from cluster.control.link import LaunchObserver
-from cluster.launch.runner import Asked, open_links, runner_for
+from cluster.control.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.hosts import fold_nodes
 from engine.config.settings import RunConfig
 from engine.runs.figures import binary_bytes, seconds
 from engine.runs.folder import create_run, default_runs_dir, new_run_path
 
-MODULE, EXP = "engine.collectives", "collectives"
+MODULE, EXP = "engine.bench.collectives", "collectives"
 SLOW_SHARE = 0.5  # of the usual rate: below, a node or a link holds the others up
 
 

@@ -22,7 +22,8 @@ from burst_cli.nodes.check_nodes import STYLES
 from burst_cli.options import JsonOption, NodeOptions
 from burst_cli.render import grouped, listing
 from cluster.checks.check import Finding, Verdict
-from cluster.env.live import Difference, check_nccl_log, compare_live
+from cluster.checks.nccl_log import check_nccl_log
+from cluster.env.live import Difference, compare_live
 from cluster.env.plan import Format, NodeEnvironment, render_environment
 from cluster.errors import HostsError
 from cluster.ssh.hosts import fold_nodes, parse_nodes

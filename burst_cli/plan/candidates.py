@@ -11,17 +11,17 @@ from typing import Any
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, PresetName, RunConfig
-from engine.planning.memory.auto import resolve_memory
-from engine.planning.memory.predictor import capacity_of, configured_device, find_hardware, shared_predictor
-from engine.planning.methods.auto import Candidate as RankedMethod
-from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import PRESETS
-from engine.planning.methods.preview import AttentionPreview, preview_attention
-from engine.planning.methods.topology import Topology, sequence_topology
-from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import Machine, device_bytes, find_machine, machine_of, split_device
-from engine.planning.time.recommend import Adviser, Recommendation
-from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology, sequence_topology
+from engine.predict.attention import AttentionPreview, preview_attention
+from engine.predict.flops import StepTime
+from engine.predict.machine import Machine, device_bytes, find_machine, machine_of, split_device
+from engine.predict.memory import capacity_of, configured_device, find_hardware, shared_predictor
+from engine.predict.step_time import predict_step
+from engine.resolve.auto import Candidate as RankedMethod
+from engine.resolve.auto import resolve_auto
+from engine.resolve.memory import resolve_memory
+from engine.resolve.recommend import Adviser, Recommendation
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def plan_one(
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 
-    device: a machine or a size, as in `engine.planning.memory.predictor.capacity_of`; None: as configured, else this
+    device: a machine or a size, as in `engine.predict.memory.capacity_of`; None: as configured, else this
     machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
     has_presets: of attention=auto all of them, a second or more each. announce: called once the configuration is found
     legal, before memory is predicted.

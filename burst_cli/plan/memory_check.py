@@ -10,8 +10,10 @@ from typing import Any, Literal
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import (
+from engine.planning.topology import Topology, known_cp_size, sequence_topology
+from engine.predict.flops import StepTime
+from engine.predict.machine import Machine, find_device, machine_of
+from engine.predict.memory import (
     Capacity,
     Fit,
     Hardware,
@@ -22,12 +24,10 @@ from engine.planning.memory.predictor import (
     capacity_of,
     shared_predictor,
 )
-from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
-from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import Machine, find_device, machine_of
 from engine.runs.figures import binary_bytes, count_of
 from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text
+from engine.runs.record import policy_name
 
 MEMORY_PLAN_FILE = "memory_plan.json"
 _LARGEST = 3
@@ -49,7 +49,7 @@ class MemoryPlanner:
         """The method in place of attention=auto, as the ranks will settle it: by the name of their device."""
         if config.attention.preset != "auto":
             return config
-        from engine.planning.methods.auto import resolve_auto
+        from engine.resolve.auto import resolve_auto
 
         machine = machine_of(config, self.capacity(config).device_name)
         return resolve_auto(config, sequence_topology(config, world_topology(config)), machine).config
@@ -77,7 +77,7 @@ class MemoryPlanner:
             try:
                 return (self.timer or shared_predictor().predict_step)(config, world, machine)
             except RunError:  # that process loads torch, which time needs none of
-                from engine.planning.time.step_time import predict_step
+                from engine.predict.step_time import predict_step
 
                 return predict_step(config, world, machine)
         except ConfigError:
@@ -185,7 +185,7 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
     try:
         capacity = planner.capacity(config)
         if is_open:
-            from engine.planning.memory.auto import resolve_memory
+            from engine.resolve.memory import resolve_memory
 
             choice = resolve_memory(config, world, capacity, planner.predict)
     except ConfigError as error:
@@ -208,7 +208,7 @@ def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine
     """`check` with what would make it fit where it does not; machine: None: as configured, or of that device."""
     if check.capacity is None or check.fits:
         return check
-    from engine.planning.time.recommend import Adviser
+    from engine.resolve.recommend import Adviser
 
     adviser = Adviser(check.capacity, machine or machine_of(check.config, check.capacity.device_name), predict)
     return replace(check, advice=tuple(adviser.remedies(check.config, world)))

@@ -13,11 +13,14 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption
 from burst_cli.overrides import user_conf_dir
-from engine.config.errors import ConfigError, RunError
+from engine.config.errors import ConfigError, DataError, RunError
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig
-from engine.pretrained.folder import find_tokenizer
+from engine.data.chat import folder_template
+from engine.data.tokenizers import tokenizer_of
+from engine.pretrained.folder import TokenizerFiles, find_tokenizer
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, weight_files
+from engine.pretrained.resolve import version_note
 from engine.pretrained.shape import Pretrained, read_pretrained
 from engine.runs.files import replace_file
 
@@ -78,10 +81,11 @@ def describe(folder: Path) -> dict[str, Any]:
     """{folder, model, window_tokens, seq_len, notes}; model: the settings of that section that are not the default.
 
     Weights are named only where there are some. Raises ConfigError when the folder holds no model that this engine has,
-    or weights that cannot be read.
+    or weights, a tokenizer or a chat template that cannot be read.
     """
     folder = folder.expanduser().absolute()
     pretrained = read_pretrained(folder)
+    tokenizer = _checked_tokenizer(folder)
     has_weights = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     if has_weights:
         weight_files(folder)
@@ -95,7 +99,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "model": {**shown, **({"init_from": str(folder)} if has_weights else {})},
         "window_tokens": pretrained.window_tokens,
         "seq_len": pretrained.seq_len,
-        "notes": [*_notes(folder, pretrained), *([] if has_weights else [_no_weights(folder)])],
+        "notes": [*_notes(folder, pretrained, tokenizer), *([] if has_weights else [_no_weights(folder)])],
     }
 
 
@@ -106,13 +110,33 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _notes(folder: Path, pretrained: Pretrained) -> list[str]:
+def _checked_tokenizer(folder: Path) -> TokenizerFiles | None:
+    """The files of the folder's tokenizer; None where it has none.
+
+    Raises ConfigError for a tokenizer.json that cannot be loaded and for a chat template that is not valid Jinja.
+    """
+    try:
+        files = find_tokenizer(folder)
+        if files is None:
+            return None
+        if files.file.is_file():  # others are converted by transformers, which need not be installed here
+            tokenizer_of(files, str(folder))
+        if (template := folder_template(files)) is not None:
+            template.check_syntax()
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    return files
+
+
+def _notes(folder: Path, pretrained: Pretrained, tokenizer: TokenizerFiles | None) -> list[str]:
     notes = []
     notes.append(
         "it has no tokenizer, so data.tokenizer is not compared with it"
-        if find_tokenizer(folder) is None
+        if tokenizer is None
         else f"its tokenizer: data.tokenizer={folder}"
     )
+    if tokenizer is not None and (note := version_note(tokenizer)) is not None:
+        notes.append(note)
     if pretrained.window_tokens is not None:
         notes.append(f"its window: attention.mask=window attention.window_tokens={pretrained.window_tokens}")
     notes.append(

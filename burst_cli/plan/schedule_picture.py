@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.table import exposed_words
 from burst_cli.render import grouped
-from engine.planning.methods.topology import Topology
-from engine.planning.time.replay import COMPUTE_LANE, Interval, Timeline
+from engine.planning.topology import Topology
+from engine.predict.replay import COMPUTE_LANE, Interval, Timeline
 from engine.runs.figures import seconds
 
 Places = Mapping[tuple[int, str], tuple[float, float]]  # (rank, lane): (top, height)

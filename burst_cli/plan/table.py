@@ -13,15 +13,15 @@ from rich.text import Text
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MemoryCheck
 from burst_cli.render import listing, styled, told
-from engine.planning.memory.auto import MemoryCandidate
-from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.preview import LayerPreview, PassPreview
-from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import Machine
-from engine.planning.time.recommend import LEAST_SAVING
+from engine.predict.attention import LayerPreview, PassPreview
+from engine.predict.flops import StepTime
+from engine.predict.machine import Machine
+from engine.predict.memory import MemoryChoice, MemoryPrediction
+from engine.resolve.memory import MemoryCandidate
+from engine.resolve.recommend import LEAST_SAVING
 from engine.runs.figures import binary_bytes, count, count_of, percent, seconds
+from engine.runs.record import policy_name
 
 _SHOWN_CANDIDATES = 12
 _BYTES_NOTE = (

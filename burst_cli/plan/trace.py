@@ -10,10 +10,10 @@ from rich.text import Text
 from burst_cli.plan.candidates import Plan
 from engine.config.errors import ConfigError
 from engine.planning.methods.blocks import divide_run
-from engine.planning.methods.resolve import resolve_attention
+from engine.planning.methods.layers import attention_layers
 from engine.planning.program.trace import TraceStep, trace_text
 from engine.planning.schedules.plan import PassName, trace_method
-from engine.planning.visibility.layers import attention_layers
+from engine.resolve.attention import resolve_attention
 
 Trace = Mapping[PassName, Sequence[TraceStep]]
 

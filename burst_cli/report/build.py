@@ -17,7 +17,7 @@ from burst_cli.report.effective import effective_time
 from burst_cli.report.naming import data_keys, data_names, read_settings, with_differences
 from burst_cli.report.records import Record, read_record, with_hardware
 from burst_cli.runs.choose import choose_run, select_runs
-from burst_cli.sweep.store import SweepError, find_sweep
+from burst_cli.runs.sweeps import SweepError, find_sweep
 from cluster.remote_text import one_line, table, text, word
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder

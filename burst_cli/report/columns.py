@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from burst_cli.eval.view import weights_text
 from burst_cli.report.records import Record, is_above_peak, is_in_progress, run_name
+from burst_cli.runs.evaluation import weights_text
 from burst_cli.runs.read import is_evaluation
 from cluster.remote_text import number, one_line, table, text
 from engine.runs.figures import DASH, binary_bytes, count, duration, percent, plain, rate, seconds, seconds_between

@@ -71,4 +71,5 @@ def report(
     elif output is not None:
         render.say(render.stdout(), f"wrote {output} ({words})")
     else:
-        render.stdout().print(write.report_view(found, render.stdout().width))
+        width = render.reading_width(render.stdout())
+        render.stdout().print(write.report_view(found, width), width=width)

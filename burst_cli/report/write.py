@@ -17,7 +17,6 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from burst_cli import __version__
-from burst_cli.eval.view import evaluation_lines, evaluation_tables
 from burst_cli.outputs import has_matplotlib
 from burst_cli.render import Column as TableColumn
 from burst_cli.render import fitted_table, listing, say, told
@@ -34,6 +33,7 @@ from burst_cli.report.plots import (
     style_numbers,
 )
 from burst_cli.report.records import Record, is_in_progress, run_name, status_of
+from burst_cli.runs.evaluation import evaluation_lines, evaluation_tables
 from burst_cli.runs.read import is_evaluation
 from cluster.remote_text import one_line
 from cluster.remote_text import text as text_of

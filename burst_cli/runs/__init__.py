@@ -1,1 +1,1 @@
-"""Runs as people see them: which one is meant, how it is, how it goes on, how it ends."""
+"""Runs and sweeps on disk as people see them: which one is meant, its state, its figures, how it ended."""

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.launch.launching import fallback_text, socket_fallbacks
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.render import clean
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
+from burst_cli.runs.nccl_network import fallback_text, socket_fallbacks
 from burst_cli.runs.read import STATE_STYLES, RunWatch, look_at, read_nodes, read_progress
 from burst_cli.runs.view import NodeRow, figures_text, hang_text, heading, node_rows, nodes_table, open_view
 from cluster.control.attempt import RunState

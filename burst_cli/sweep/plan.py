@@ -17,13 +17,13 @@ from burst_cli.overrides import MOST_CELLS, Axis
 from burst_cli.plan.memory_check import Estimate, MemoryPlanner, check_memory, estimate, group_topology, with_attention
 from burst_cli.render import grouped
 from burst_cli.runs.starts import earlier_start_s
-from cluster.launch.runner import runner_for
+from cluster.control.runner import runner_for
 from cluster.plan import MachineFacts, with_ranks
 from engine.config.errors import ConfigError, RunError
-from engine.config.rules import check_config
-from engine.config.settings import RunConfig, config_fingerprint
-from engine.planning.visibility.layers import check_attention
-from engine.runs.record import config_facts
+from engine.config.settings import RunConfig
+from engine.planning.methods.layers import check_attention
+from engine.resolve.rules import check_config
+from engine.runs.record import config_facts, config_fingerprint
 
 _ID_DIGITS = 10
 _MOST_TITLES = 3

@@ -19,8 +19,8 @@ from typing import Any
 
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.runs.choose import state_of
+from burst_cli.runs.sweeps import SweepFolder
 from burst_cli.sweep.request import SweepRequest
-from burst_cli.sweep.store import SweepFolder
 from burst_cli.sweep.view import SweepView
 from cluster.control.attempt import StopRequests, tail_text
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path

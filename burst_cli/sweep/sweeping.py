@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.text import Text
 
@@ -12,14 +13,14 @@ from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.overrides import Axis
 from burst_cli.plan.memory_check import MemoryPlanner
+from burst_cli.runs.sweeps import FORMAT, SweepError, SweepFolder, sweeps_dir
 from burst_cli.sweep.plan import LaunchJudge, SweepPlan, build_sweep, cells_of, check_axes, check_legal
 from burst_cli.sweep.request import SweepRequest
 from burst_cli.sweep.runner import Lane, SweepRunner
-from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
 from burst_cli.sweep.view import SweepView, expectation, plan_view, tally
 from cluster.control.attempt import StopRequests
+from cluster.control.runner import runner_for
 from cluster.launch.local import probe_local_node
-from cluster.launch.runner import runner_for
 from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -78,6 +79,26 @@ def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:
     plan = build_sweep(overrides, axes, compose_cell, judge, name=request.name, recorded=recorded)
     check_legal(plan, skip_illegal=request.skip_illegal)
     return plan, lanes
+
+
+def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
+    """(the folder of `plan`, whether it was there before); the same cells were recorded by an earlier command."""
+    folder = SweepFolder(sweeps_dir(runs_dir) / plan.sweep_id)
+    try:
+        (folder.path / "cells").mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not folder.file.exists():
+            with folder.locked():  # of two that begin at once, one makes it
+                if not folder.file.exists():
+                    begun = {"run_path": None, "lane": None, "launches": 0, "refused": None}
+                    cells = [{**cell.to_dict(), **begun} for cell in plan.cells]
+                    folder.write({**plan.to_dict(), "format": FORMAT, "cells": cells})
+                    return folder, False
+    except OSError as error:
+        raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
+    recorded = {cell.get("id") for cell in folder.read()["cells"]}
+    if recorded != {cell.cell_id for cell in plan.cells}:
+        raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")
+    return folder, True
 
 
 def _lanes(request: SweepRequest, axes: list[Axis], gpus: int) -> tuple[Lane, ...]:

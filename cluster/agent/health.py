@@ -2,10 +2,12 @@
 
     nodes/<node>/health.json       of load, memory, disk, GPUs and ranks
     nodes/<node>/stacks.json       the request {nonce}
-    logs/<node>/flight.request     the nonce, which ranks look for;  rank<NNNN>.flight.json names it in the answer
-    logs/<node>/rank<NNNN>.stacks  where faulthandler appends
+    logs/<node>/flight.request     the nonce, which ranks look for
+    logs/<node>/rank<NNNN>.stacks  where a rank appends its stacks;  rank<NNNN>.flight.json names the nonce
     nodes/<node>/stacks_done.json  {nonce, ranks: {"<rank>": {pid, state, answered}}}, once all that can answer did
 
+A rank that writes no stacks within SIGNAL_S is stuck in native code that holds its interpreter, and is sent SIGUSR1:
+its signal handler needs no interpreter. No other rank is, for the handler may crash a process whose threads run.
 SIGUSR1 kills a process that does not listen. So only a rank is signalled whose .stacks file names its process, in the
 line "# rank N, pid P" with the number that the rank itself knows.
 """
@@ -153,7 +155,8 @@ def _number(text: str) -> int | None:
         return None
 
 
-ANSWER_S = 3.0  # ranks look for the request every half second
+SIGNAL_S = 1.5  # ranks look for the request five times a second
+ANSWER_S = 3.0
 _MAX_STACKS_BYTES = 4 << 20
 _CANNOT_ANSWER = ("T", "t", "D", "gone")
 
@@ -164,7 +167,8 @@ class Stacks:
     def __init__(self, files: NodeFiles) -> None:
         self._files = files
         self._stamp: Any = None
-        self._nonce, self._deadline = "", 0.0
+        self._nonce, self._asked_at = "", 0.0
+        self._is_signalled = False
         self._asked: dict[Rank, int | None] = {}  # the length of its .stacks file then; None: it does not listen
 
     def turn(self, stamp: Any, ranks: list[Rank]) -> None:
@@ -174,19 +178,30 @@ class Stacks:
             nonce = str((read_json(self._files.stacks) or {}).get("nonce", ""))
             if nonce and nonce != self._nonce:
                 self._ask(nonce, ranks)
-        elif self._asked and (time.monotonic() > self._deadline or self._is_answered()):
-            self._answer()
+        elif self._asked:
+            waited_s = time.monotonic() - self._asked_at
+            if waited_s > SIGNAL_S and not self._is_signalled:
+                self._signal()
+            if waited_s > ANSWER_S or self._is_answered():
+                self._answer()
 
     def _ask(self, nonce: str, ranks: list[Rank]) -> None:
-        self._nonce, self._deadline = nonce, time.monotonic() + ANSWER_S
+        self._nonce, self._asked_at, self._is_signalled = nonce, time.monotonic(), False
+        # Measured before the request is there: ranks may answer immediately.
+        lengths = {rank: self._length(rank) if self._listens(rank) else None for rank in ranks}
         with contextlib.suppress(OSError):
             write_text(self._files.flight_request, nonce + "\n")
-        self._asked = {rank: self._length(rank) if self._listens(rank) else None for rank in ranks}
-        for rank, length in self._asked.items():
-            if length is not None:
-                send_signal(rank.pid, rank.start, signal.SIGUSR1)
+        self._asked = lengths
         if not ranks:
             self._answer()
+
+    def _signal(self) -> None:
+        """Have the ranks that listen but have not answered dump their stacks from their signal handler."""
+        self._is_signalled = True
+        for rank, length in self._asked.items():
+            # A stopped rank would dump when it continues, long after this request.
+            if length is not None and rank.state not in ("T", "t") and not self._has_stacks(rank):
+                send_signal(rank.pid, rank.start, signal.SIGUSR1)
 
     def _is_answered(self) -> bool:
         return all(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import json
 import os
 import pwd
 import random
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -21,11 +23,26 @@ _HASH_S = 10.0
 _EDGE_BYTES = 1 << 20
 _MAX_FILES = 20000
 _HASHED_FILES = 64
+# By the name of the kernel: where nodes that mount the same source see the same files.
+_NETWORKED = re.compile(r"nfs4?|lustre|gpfs|ceph|cifs|smb3|beegfs.*|wekafs|panfs|(fuse\.)?(glusterfs|juicefs|ceph)")
+_CONFIG_BYTES = 256 << 10
+# As `engine.pretrained.folder` has them, which does not come along.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json"),
+    *("merges.txt", "vocab.txt", "spiece.model", "tekken.json"),
+)
+_STEP = re.compile(r"step-\d{8,}")
+_UNFINISHED = ("step-*.tmp-*", "step-*.gone-*", "fetched-*")  # which the next start of a run deletes
 _PORTS = (20000, 30000)  # below those that systems give to outgoing connections
 
 
 def survey(question: dict[str, Any]) -> dict[str, Any]:
-    """Facts by name. question: root, where a node keeps runs; port; data, see `find_data`."""
+    """Facts by name.
+
+    question: root, where a node keeps runs; port; data, see `find_data`; checkpoints, the folder above those of a run,
+    and run_id of a run that has begun, or null; source, where training is to go on from, or null; model, the folder
+    of its first weights, or null.
+    """
     home, uid = os.path.expanduser("~"), os.getuid()
     user = str(uid)
     with contextlib.suppress(KeyError):
@@ -42,6 +59,20 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
         "port": _attempt(lambda: find_port(question["port"])),
         "locks": find_locks(),
         "data": find_data(question["data"], home),
+        **_checkpoints(question, home),
+        "model": None if question["model"] is None else find_model(expand(question["model"], home)),
+    }
+
+
+def _checkpoints(question: dict[str, Any], home: str) -> dict[str, Any]:
+    """What is known of the disk that checkpoints are written to and of the folder that they are read from."""
+    folder, source, run_id = expand(question["checkpoints"], home), question["source"], question["run_id"]
+    own = os.path.join(folder, run_id or "")
+    old = 0 if run_id is None else unfinished_bytes(own) + unfinished_bytes(os.path.join(own, "checkpoints"))
+    return {
+        "checkpoint_room": _attempt(lambda: find_room(folder) + old),
+        "checkpoint_disk": find_disk(folder),
+        "has_source": None if source is None else has_checkpoint(expand(source, home)),
     }
 
 
@@ -66,6 +97,77 @@ def find_room(root: str) -> int:
     if not found.f_favail and found.f_files:
         raise OSError(28, "has no free inodes", folder)
     return found.f_bavail * found.f_frsize
+
+
+def find_model(folder: str) -> dict[str, Any] | None:
+    """What config.json in the folder of a model says, or why it says nothing; whether a tokenizer is beside it.
+
+    None without a folder, which `find_data` tells.
+    """
+    if not os.path.isdir(folder):
+        return None
+    has_tokenizer = any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZER_FILES)
+    told: dict[str, Any] = {"problem": "", "config": None, "has_tokenizer": has_tokenizer}
+    try:
+        with open(os.path.join(folder, "config.json"), "rb") as file:
+            text = file.read(_CONFIG_BYTES + 1)
+        if len(text) > _CONFIG_BYTES:
+            raise ValueError(f"it has more than {_CONFIG_BYTES} bytes")
+        told["config"] = json.loads(text)
+    except (OSError, ValueError) as error:
+        told["problem"] = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return told
+
+
+def find_disk(root: str) -> str:
+    """Equal where nodes see the same disk: source of a network file system, else machine and device; "": not known."""
+    folder = os.path.abspath(root)
+    while not os.path.isdir(folder) and folder != "/":
+        folder = os.path.dirname(folder)
+    with contextlib.suppress(OSError):
+        number = os.stat(folder).st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        source = network_source(_text("/proc/self/mountinfo"), device)
+        return source or f"{_text('/proc/sys/kernel/random/boot_id').strip()} {device}"
+    return ""
+
+
+def network_source(mounts: str, device: str) -> str:
+    """Kind and source of the network file system that mountinfo (proc(5)) has as `device`, MAJOR:MINOR; else ""."""
+    for line in mounts.splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2:3] == [device] and _NETWORKED.fullmatch((kind.split() or [""])[0]):
+            return " ".join(kind.split()[:2])
+    return ""
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def unfinished_bytes(folder: str) -> int:
+    """Bytes in `folder` of saves that did not end, which are deleted when the run goes on, before it saves again."""
+    paths = [path for name in _UNFINISHED for path in glob.glob(os.path.join(glob.escape(folder), name, "*"))]
+    size = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            size += os.stat(path).st_blocks * 512
+    return size
+
+
+def has_checkpoint(path: str) -> bool | None:
+    """Whether ranks find a checkpoint by this path; None: its configuration, which is not read here, may say where."""
+    is_step = _STEP.fullmatch(os.path.basename(path)) and os.path.isdir(path)
+    if is_step or any(_STEP.fullmatch(name) for folder in (path, f"{path}/checkpoints") for name in _names(folder)):
+        return True
+    return None if os.path.exists(os.path.join(path, "config.yaml")) else False
+
+
+def _names(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
 
 
 def find_port(wanted: int | None) -> int:

@@ -8,7 +8,7 @@ port, GPUs for the ranks.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from cluster.code import agent_question
 from cluster.env.plan import FACT_QUESTIONS
 from cluster.errors import ClusterError
 from cluster.plan_nodes import node_root, text_files
-from cluster.remote_text import plain_path
+from cluster.remote_text import one_line, plain_path
 from cluster.ssh.connection import Connect
 from cluster.ssh.hosts import Host, fold_nodes
 from cluster.survey.drivers import SmiFailure, SmiLog
@@ -39,8 +39,11 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import fill, listed
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
+from engine.predict.room import find_shortage, saves_checkpoints
+from engine.resolve.data_rules import model_problems
 
 NAME = "launch.node"
+CHECKPOINT = "launch.checkpoint"
 ROOM_BYTES = 1 << 30
 _LIMIT_S = 100
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}
@@ -49,7 +52,7 @@ _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 REQUIRED = frozenset(
     {
         *("ssh.reach", "net.interface", "net.machine", "host.python", "host.docker", "host.image"),
-        *(f"launch.{name}" for name in ("adapters", "folder", "data", "ranks", "port")),
+        *(f"launch.{name}" for name in ("adapters", "folder", "data", "ranks", "port", "source", "model")),
     }
 )
 # Of the others what fails is a risk that --force takes, and what is odd or unseen is said. What only makes a node slow
@@ -94,15 +97,16 @@ def check_launch(
     *,
     health: bool = False,
     force: bool = False,
+    resumed: str | None = None,
     connect: Connect | None = None,
 ) -> Fit:
     """The nodes behind `hosts`, fit for `config`; nothing on them changes. Raises UnfitNodesError.
 
-    health: look at what a run survives at first, too. force: take risks.
+    health: look at what a run survives at first, too. force: take risks. resumed: id of the run, if it has begun.
     """
     cluster = config.cluster
     selection, groups = launch_checks(cluster, health=health, with_gpus=cluster.backend != "gloo")
-    options = CheckOptions((*groups, launch_group(config)), selection, timeout_s=_TIMEOUT_S, connect=connect)
+    options = CheckOptions((*groups, launch_group(config, resumed)), selection, timeout_s=_TIMEOUT_S, connect=connect)
     report = check_nodes(hosts, cluster, options)
     selection, _ = launch_checks(cluster, health=health, with_gpus=_uses_gpus(cluster, report.facts))
     return Fit(tuple(report.facts.values()), judge_report(report, selection, force=force))
@@ -157,7 +161,8 @@ def judge_report(report: FleetReport, selection: Selection, *, force: bool = Fal
 def _is_problem(finding: Finding) -> bool:
     """Whether it stops a launch. What differs between two nodes is odd on each of them, and stops them together."""
     is_shared = finding.check == VERSIONS or finding.check.startswith("launch.")
-    return finding.severity is Verdict.FAIL or (finding.severity is Verdict.WARN and is_shared)
+    is_odd = finding.severity is Verdict.WARN and is_shared and finding.check != CHECKPOINT
+    return finding.severity is Verdict.FAIL or is_odd
 
 
 def _by_subject(report: FleetReport, selection: Selection) -> Iterator[NodeReport]:
@@ -183,11 +188,23 @@ def _text(finding: Finding) -> str:
 
 
 @dataclass(frozen=True)
+class NodeModel:
+    """The folder of the first weights as a node sees it. config: its config.json; None: `problem` says why not."""
+
+    problem: str
+    config: Mapping[str, Any] | None
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
 class Offer:
     """What a node offers a run. memory_bytes: None where it does not tell.
 
     room, port: (how many bytes are free, which port is free; None, and why there is none). locks: the runs that hold
     it, by the name that they know it by. data: (path, what is wrong there, its content; None: no time to look).
+    checkpoint_room: as room, of the folder that checkpoints are written to, on the disk checkpoint_disk, which has the
+    same name on all nodes that see it. has_source: whether there is a checkpoint to go on from; None: not known. model:
+    None of a run that begins without weights of others.
     """
 
     home: str
@@ -201,6 +218,10 @@ class Offer:
     port: tuple[int | None, str]
     locks: Mapping[str, str]
     data: tuple[tuple[str, str, str | None], ...]
+    checkpoint_room: tuple[int | None, str]
+    checkpoint_disk: str
+    has_source: bool | None
+    model: NodeModel | None
 
 
 def read_offer(facts: NodeFacts) -> Offer:
@@ -208,8 +229,8 @@ def read_offer(facts: NodeFacts) -> Offer:
 
     def take(told: Any) -> Offer:
         data = [_data(one) for one in listed(told["data"])]
-        offer: Offer = fill(Offer, {**told, "home": plain_path(told["home"]), "data": data})
-        return offer
+        offer: Offer = fill(Offer, {**told, "home": plain_path(told["home"]), "data": data, "model": None})
+        return replace(offer, model=None if told["model"] is None else _model(told["model"]))
 
     return facts.probe.section(NAME).read(take)
 
@@ -220,6 +241,14 @@ def _data(told: Any) -> list[str | None]:
         return [path, problem, None]
     count = f"{told['files']} file{'' if told['files'] == 1 else 's'}"
     return [path, "", f"{count}, {told['bytes']} bytes, {told['digest'][:8]}"]
+
+
+def _model(told: Any) -> NodeModel:
+    config, has_tokenizer = told["config"], told["has_tokenizer"]
+    if not isinstance(config, dict | None) or not isinstance(has_tokenizer, bool):
+        raise ValueError("no config.json")
+    problem = one_line(str(told["problem"]), 200) or ("" if config is not None else "it is no JSON object")
+    return NodeModel(problem, config, has_tokenizer)
 
 
 def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -254,6 +283,21 @@ def check_data(check: Check, facts: NodeFacts) -> list[Finding]:
     remedy = "bring it there under this name"
     missing = [check.fail(f"data {path}: {wrong}", remedy) for path, wrong, _ in read_offer(facts).data if wrong]
     return missing or [check.ok("there")]
+
+
+def _check_model(config: RunConfig) -> Callable[[Check, NodeFacts], list[Finding]]:
+    def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
+        """The folder of the first weights holds the model that was configured, and tokens are its own."""
+        model = read_offer(facts).model
+        if model is None:
+            return [check.skip("no weights are read")]
+        remedy = "correct the setting, or bring the right folder there"
+        if model.config is None:
+            return [check.fail(f"{config.model.init_from}/config.json cannot be read: {model.problem}", remedy)]
+        problems = model_problems(config, model.config, has_tokenizer=model.has_tokenizer)
+        return [check.fail(one_line(problem, 1000), remedy) for problem in problems] or [check.ok("it fits")]
+
+    return check_model
 
 
 def count_gpus(facts: NodeFacts) -> int | None:
@@ -328,14 +372,66 @@ def _read_by_all(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield config.model.init_from, (".safetensors", ".json")
 
 
-def launch_group(config: RunConfig) -> CheckGroup:
-    """The checks of nodes that are to run `config`."""
+def _checkpoints_root(config: RunConfig) -> str:
+    """The folder on nodes above those of each run's checkpoints; may begin with ~/."""
+    folder = config.train.checkpoint.folder
+    return f"{node_root(config.cluster)}/runs" if folder is None else folder.rstrip("/")
+
+
+def _checkpoints(nodes: Mapping[str, NodeFacts], config: RunConfig) -> Iterator[Finding]:
+    """Checkpoints fit on the disks of the nodes: on each the parts of the nodes whose disk it is."""
+    if not saves_checkpoints(config):
+        return
+    root, shared = _checkpoints_root(config), config.cluster.shared_folder
+    is_shared = shared is not None and f"{root}/".startswith(f"{shared.rstrip('/')}/")
+    disks: dict[str, dict[str, int]] = {}
+    for node, facts in nodes.items():
+        offer = known(read_offer, facts)
+        if offer is None or offer.room[0] is None:
+            continue  # which `check_folder` says
+        free, problem = offer.checkpoint_room
+        if free is None:
+            yield Check(node, CHECKPOINT).fail(problem, "set train.checkpoint.folder to a folder of yours")
+        else:
+            disks.setdefault(root if is_shared else offer.checkpoint_disk or node, {})[node] = free
+    for free_bytes in disks.values():
+        share = len(free_bytes) / (config.cluster.num_nodes or len(nodes))
+        shortage = find_shortage(config, root, min(free_bytes.values()), share)
+        if shortage is None:
+            continue
+        severity = Verdict.FAIL if shortage.is_total else Verdict.WARN
+        for node in free_bytes:
+            yield Check(node, CHECKPOINT).finding(severity, shortage.text, shortage.remedy)
+
+
+def _source(nodes: Mapping[str, NodeFacts], source: str) -> Iterator[Finding]:
+    """Some node has a checkpoint to go on from: the others are sent what they need."""
+    offers = [known(read_offer, facts) for facts in nodes.values()]
+    if any(offer is None or offer.has_source is not False for offer in offers):
+        return
+    for node in nodes:
+        check = Check(node, "launch.source", "on one node at least a run folder or one of its checkpoints")
+        text = f"train.checkpoint.resume_from={source} holds no checkpoints"
+        yield check.fail(text, "copy them there, or name a folder that is there")
+
+
+def launch_group(config: RunConfig, resumed: str | None = None) -> CheckGroup:
+    """The checks of nodes that are to run `config`. resumed: id of the run, if it has begun."""
     cluster = config.cluster
+    source = None if resumed else config.train.checkpoint.resume_from  # else its own checkpoints come first
     asked = {
         "root": node_root(cluster),
         "port": cluster.master_port,
         "data": [{"path": path, "suffixes": list(suffixes)} for path, suffixes in _read_by_all(config)],
+        "checkpoints": _checkpoints_root(config),
+        "run_id": resumed,
+        "source": source,
+        "model": None if resumed else config.model.init_from,
     }
+
+    def compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+        found = [*_port(nodes), *_ranks(nodes), *_checkpoints(nodes, config)] if nodes else []
+        return found if source is None else [*found, *_source(nodes, source)]
 
     def traits(facts: NodeFacts) -> Mapping[str, str | None]:
         found = {f"launch.data {path}": content for path, wrong, content in read_offer(facts).data if not wrong}
@@ -347,9 +443,9 @@ def launch_group(config: RunConfig) -> CheckGroup:
 
     return CheckGroup(
         "launch",
-        (check_adapters, check_folder, check_holder, check_data),
+        (check_adapters, check_folder, check_holder, check_data, _check_model(config)),
         questions=(*FACT_QUESTIONS, agent_question(NAME, _LIMIT_S, "cluster.agent.survey", "survey", asked)),
         settings=lambda _: {"BURST_MODULES": " ".join(needed_modules(config))},
         traits=traits,
-        compare=lambda nodes: [*_port(nodes), *_ranks(nodes)] if nodes else [],
+        compare=compare,
     )

@@ -1,1 +1,1 @@
-"""The launcher's side of a run: links to its nodes, the controller that watches them, and the judgement at the end."""
+"""The launcher's side of a run: the protocol of launchers, links to nodes, the controller, the verdict at the end."""

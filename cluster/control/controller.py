@@ -36,9 +36,9 @@ from cluster.control.link import (
     LaunchTiming,
     NodeLink,
 )
+from cluster.control.runner import open_links, read_run_plan, runner_of
 from cluster.failure import Failure
-from cluster.launch.runner import open_links, runner_of
-from cluster.plan import LaunchPlan, read_launch_plan
+from cluster.plan import LaunchPlan
 from cluster.remote_text import number
 from engine.runs.files import utc_now
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError, process_facts
@@ -282,7 +282,7 @@ def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, 
     seen = glance(run)
     if seen.controller is not None or seen.state not in ("starting", "running"):
         return seen
-    plan = read_launch_plan(run.path)
+    plan = read_run_plan(run.path)
     try:
         with controlling(run), contextlib.ExitStack() as closing:
             fleet = Fleet(plan, run, opener(plan, run), number(run.read_state(), "lease_s"), clock)
@@ -344,7 +344,7 @@ def request_cancel(
             # A controller that was just beginning may have taken our request for that of an earlier attempt.
             is_forgotten = not (run.path / CANCEL_FILE).exists() and not seen.is_final
             if not is_led:
-                plan = read_launch_plan(run.path)
+                plan = read_run_plan(run.path)
                 write_cancel(run, cause, grace_s)
                 is_asked = True
                 manner = Manner(start=False, detached=number(run.read_state(), "lease_s") is None)

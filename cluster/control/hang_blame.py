@@ -360,7 +360,7 @@ _LEADING_FILES = (
     "torch/utils/_contextlib.py",
     "torch/distributed/c10d_logger.py",
     "torch/distributed/_tools/",
-    "engine/parallel/waits.py",
+    "engine/distributed/waits.py",
     "/contextlib.py",
 )
 

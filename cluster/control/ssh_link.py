@@ -389,7 +389,7 @@ def _is_log(path: str) -> bool:
 
 
 def open_links(plan: LaunchPlan, run: RunFolder, timing: LinkTiming = LinkTiming()) -> list[NodeLink]:
-    """See `cluster.launch.runner.open_links`."""
+    """See `cluster.control.runner.open_links`."""
     hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster, typed_overrides(run.path))
     shared = SharedPool(SshPool(patience_s=_PATIENCE_S), len(hosts))
     places = [NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0) for node in plan.nodes]

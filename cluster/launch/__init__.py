@@ -1,1 +1,1 @@
-"""How a run comes to its nodes: the runner protocol, and one file per launcher."""
+"""How a run gets to its nodes: one file or folder per launcher, each a `Runner` (cluster.control.runner)."""

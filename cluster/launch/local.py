@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.agent.serve import Agent
 from cluster.control.link import AskedLink, NodeLink, NodeStatus
-from cluster.launch.runner import Asked, Runner, Survey
+from cluster.control.runner import Asked, Runner, Survey
 from cluster.plan import TRAINER_MODULE, LaunchPlan, MachineFacts, NodePlan, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, socket_variable
 from engine.config.errors import ConfigError
@@ -71,7 +71,7 @@ class LocalRunner(Runner):
 
 
 def open_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-    """See `cluster.launch.runner.open_links`."""
+    """See `cluster.control.runner.open_links`."""
     return [LocalLink(run.path, node.name) for node in plan.nodes]
 
 

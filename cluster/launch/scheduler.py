@@ -12,9 +12,9 @@ from typing import cast
 
 from cluster.control.attempt import StopRequests, finish, read_cancel
 from cluster.control.link import INTERRUPTED, LaunchObserver, LaunchOutcome, Leftover, NodeLink
+from cluster.control.runner import Runner, runner_of
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.launch.runner import Runner, runner_of
 from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 
@@ -182,7 +182,7 @@ class QueuedRunner(Runner):
 
 
 def open_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-    """See `cluster.launch.runner.open_links`."""
+    """See `cluster.control.runner.open_links`."""
     runner = cast(QueuedRunner, runner_of(plan))
     return list(map(runner.job(plan, run).link, plan.nodes))
 

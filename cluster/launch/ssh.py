@@ -14,8 +14,8 @@ from cluster.agent.messages import code_path
 from cluster.checks.groups.host import read_software
 from cluster.checks.launch import Offer, check_launch, read_offer
 from cluster.code import build_archive, code_place, shared_place, upload_code
+from cluster.control.runner import Asked, Runner, Survey
 from cluster.env.plan import plan_fleet
-from cluster.launch.runner import Asked, Runner, Survey
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, MachineFacts, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, at_home, node_folders, node_root
 from cluster.ssh.hosts import fold_nodes, parse_nodes, resolve_hosts
@@ -26,7 +26,7 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError, UnreadableError
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
+from engine.predict.memory import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 
 
 class SshRunner(Runner):
@@ -49,7 +49,7 @@ class SshRunner(Runner):
         archive, place = build_archive(), code_place(config.cluster, hosts[0].user)
         code = code_path(place.root, archive.code_id)
         with asked.busy(f"asking {len(hosts)} nodes"):
-            fit = check_launch(hosts, config, health=asked.health, force=asked.force)
+            fit = check_launch(hosts, config, health=asked.health, force=asked.force, resumed=asked.resumed)
         nodes = tuple(map(read_node, fit.nodes))
 
         def prepare(plan: LaunchPlan) -> None:

@@ -51,10 +51,21 @@ def find_addresses():
             data = data[-(-size // 4) * 4 :]
 
 
+def find_ipv6():
+    # IPv6 addresses that others can reach (scope global, 00), with prefix length, by the name of their interface.
+    found = {}
+    for line in lines(pathlib.Path("/proc/net/if_inet6")):
+        address, _, length, scope, _, name = line.split()
+        if scope == "00":
+            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+            found.setdefault(name, []).append("%s/%d" % (text, int(length, 16)))
+    return found
+
+
 types = {"1": "ether", "32": "infiniband", "772": "loopback", "280": "can"}  # ARPHRD_* of the kernel
 marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
 asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-told, addresses = {"links": [], "routes": []}, find_addresses()
+told, addresses, ipv6 = {"links": [], "routes": []}, find_addresses(), find_ipv6()
 for number, name in socket.if_nameindex():
     folder = pathlib.Path("/sys/class/net", name)
     ask = lambda request: fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
@@ -64,7 +75,7 @@ for number, name in socket.if_nameindex():
     link["mtu"] = int(tell(folder / "mtu") or 0) or None
     link["is_up"] = int.from_bytes(ask(0x8913)[:2], "little") & 65 == 65  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
     link["master"] = (folder / "master").resolve().name if (folder / "master").exists() else None
-    link["addresses"] = addresses.get(number, [])
+    link["addresses"], link["ipv6_addresses"] = addresses.get(number, []), ipv6.get(name, [])
     told["links"].append(link)
 for row in pathlib.Path("/proc/net/route").read_text().splitlines()[1:]:
     device, to, gateway, _, _, _, metric, mask = row.split()[:8]
@@ -86,7 +97,8 @@ print(json.dumps(told))
 class NetInterface:
     """One network interface. addresses: all its IPv4 addresses with prefix length, `10.0.0.1/24`. kind: ether,
     loopback, infiniband, bridge, bond, veth, tun, vlan, ... is_default_route: IPv4 packets to unknown places leave
-    here. master: the bridge or bond that it is a part of. is_up: switched on, and the link is there.
+    here. master: the bridge or bond that it is a part of. is_up: switched on, and the link is there. ipv6_addresses:
+    those of global scope, which ranks do not use; for messages.
 
     Raises ValueError for a name or address that is none.
     """
@@ -98,6 +110,7 @@ class NetInterface:
     addresses: tuple[str, ...] = ()
     is_default_route: bool = False
     master: str | None = None
+    ipv6_addresses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (self.name, self.master or "-"):
@@ -105,6 +118,8 @@ class NetInterface:
                 raise ValueError(f"{name!r} is no name of an interface")
         for address in self.addresses:
             ipaddress.IPv4Interface(address)
+        for address in self.ipv6_addresses:
+            ipaddress.IPv6Interface(address)
 
     @property
     def address(self) -> str | None:
@@ -146,7 +161,9 @@ def read_network(section: Section) -> Network:
         routes = fill(tuple[tuple[str, bool, bool, int], ...], told["routes"])
         best = min((metric for _, is_default, _, metric in routes if is_default), default=0)
         default = {name for name, is_default, _, metric in routes if is_default and metric == best}
-        links = [{**row, "is_default_route": row["name"] in default} for row in listed(told["links"])]
+        links = [
+            {"ipv6_addresses": [], **row, "is_default_route": row["name"] in default} for row in listed(told["links"])
+        ]
         interfaces = fill(tuple[NetInterface, ...], links)
         if not interfaces:
             raise ValueError("no interface at all, not even lo")
@@ -178,7 +195,10 @@ def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = N
         return InterfaceChoice(fitting[0], "the only interface with a link and an IPv4 address")
     if fitting:
         return InterfaceChoice(None, f"{_names(fitting)} would do and none has the default route")
-    return InterfaceChoice(None, f"none of {_names(interfaces)} has a link and an IPv4 address that others can reach")
+    ipv6 = [unfit(interface) for interface in interfaces if interface.is_up and interface.ipv6_addresses]
+    why = "".join(f"; {text}" for text in ipv6 if "IPv6" in text)
+    text = f"none of {_names(interfaces)} has a link and an IPv4 address that others can reach{why}"
+    return InterfaceChoice(None, text)
 
 
 def unfit(interface: NetInterface) -> str:
@@ -192,6 +212,8 @@ def unfit(interface: NetInterface) -> str:
         return f"{name} is a part of {interface.master}"
     if not interface.is_up:
         return f"{name} is down"
+    if interface.address is None and interface.ipv6_addresses:
+        return f"{name} has IPv6 addresses alone ({interface.ipv6_addresses[0]}), but ranks meet over IPv4: give it one"
     if not interface.addresses:
         return f"{name} has no IPv4 address"
     if interface.address is None:

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.testbed.hardware.files import lay_hardware
 from cluster.testbed.machine import TestbedError, check_machine, run_command
+from cluster.testbed.node import lay_hardware
 from cluster.testbed.plan import TestbedPlan, is_cluster_config, node_daemons, plan_testbed
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.teardown import leftovers, tear_down

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.testbed.build import open_testbed
-from cluster.testbed.hardware.files import hardware_files, lay_hardware
+from cluster.testbed.hardware.files import hardware_files
 from cluster.testbed.machine import run_command, try_command
-from cluster.testbed.node import sshd
+from cluster.testbed.node import lay_hardware, sshd
 from cluster.testbed.plan import key_command, link_command, rate_commands
 from cluster.testbed.spec import parse_rate
 from cluster.testbed.testbed import Fault, Node, Testbed, locked

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.testbed.hardware.files import FakeFile, hardware_files
 from cluster.testbed.machine import Command, TestbedError, run_command, tool_path, wait_until
 from cluster.testbed.testbed import SSH_USER, Node
 from engine.runs.process import process_start
 
 _END_S = 5.0
+# Paths below the fake root that stay the node's own: probes read them, and no hardware is fake there.
+_OWN = ("etc/nccl.conf", "proc/mounts", "proc/net")
 
 
 class Service(enum.StrEnum):
@@ -127,3 +131,17 @@ def passwd_text(passwd: str, home: str) -> str:
                 fields[6] = "/bin/sh"
         lines.append(":".join(fields))
     return "\n".join(lines) + "\n"
+
+
+def lay_hardware(node: Node, faults: Iterable[str] = ()) -> None:
+    """Put the files of the node's hardware, with these faults, in the place of those that are there."""
+    files = hardware_files(node.testbed.spec.hardware, node.name, node.number, faults)
+    if files:
+        files |= {f"root/{path}": FakeFile(link_to=f"/{path}") for path in _OWN}
+    places = {"root": node.fake, "bin": node.bin}
+    for path in places.values():
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+    for name, file in files.items():
+        place, _, rest = name.partition("/")
+        file.write(places[place] / rest)

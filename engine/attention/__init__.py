@@ -4,7 +4,7 @@ For other people's models (docs/library.md):
 
     from engine.attention import ContextParallel, Mask, attention
 
-This package needs torch anyway; what must not, lies in `engine.planning`.
+Masks, layouts and plans are made by `engine.planning`, which needs no torch.
 """
 
 from engine.attention.context import SequenceContext, attention

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
-from engine.attention.kernels.base import TileGradients, TileKernel
-from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
+from engine.device.row_blocks import accumulate_dtype, ends
+from engine.kernels.attention.base import TileGradients, TileKernel
+from engine.kernels.attention.heads import HeadSlices, split_heads
 from engine.planning.program.ops import FIELDS, Buffer, Tile
-from engine.row_blocks import accumulate_dtype, ends
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
 ACCUMULATED = frozenset({"sums", "kv_sums"})  # operands of a tile that it adds to

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.memory.host import host_empty
+from engine.device.host_memory import host_empty
 
 ALIGNMENT_BYTES = 256  # of every buffer inside a block; vector loads of kernels need 16
 

@@ -8,17 +8,16 @@ out = context(q, k, v)                          differentiable; every rank of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.buffers import BufferPool
-from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, StreamTransport
@@ -29,17 +28,58 @@ from engine.attention.transport import (
     Transport,
     make_channel_groups,
 )
+from engine.config.errors import ConfigError
+from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.program.ops import Channel
 from engine.planning.schedules.plan import plan_method
-from engine.planning.visibility.layers import LayerAttention
+from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
 
-if TYPE_CHECKING:
-    from engine.attention.library import ContextParallel
-
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Query heads, kv heads (a divisor of them) and the width of one head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{item.name}: got {getattr(self, item.name)}; at least 1 is needed"
+            for item in fields(self)
+            if getattr(self, item.name) < 1
+        ]
+        if not problems and self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"num_kv_heads: got {self.num_kv_heads}, expected a divisor of num_heads={self.num_heads}, "
+                "so that every kv head serves equally many query heads"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+
+class SequenceRanks(Protocol):
+    """The ranks that share sequences, and what they expect q, k and v to be; `ContextParallel` is one."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def heads(self) -> HeadShape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -101,13 +141,13 @@ class SequenceContext:
         blocks: Blocks,
         layers: Sequence[LayerAttention],
         runtimes: Sequence[AttentionRuntime],
-        parallel: ContextParallel | None = None,
+        parallel: SequenceRanks | None = None,
     ) -> None:
         self.group, self.blocks, self.layers, self.runtimes = group, blocks, tuple(layers), tuple(runtimes)
         self._parallel = parallel  # that made it; None: made for its plans alone
 
     @property
-    def parallel(self) -> ContextParallel:
+    def parallel(self) -> SequenceRanks:
         """The ranks that share the sequences."""
         assert self._parallel is not None
         return self._parallel
@@ -205,7 +245,7 @@ class SequenceContext:
 
 
 def build_context(
-    group: AttentionGroup, layers: Sequence[LayerAttention], padded_len: int, parallel: ContextParallel | None = None
+    group: AttentionGroup, layers: Sequence[LayerAttention], padded_len: int, parallel: SequenceRanks | None = None
 ) -> SequenceContext:
     """Plans of this rank for the given layers; `padded_len` tokens are divided, those past the masks' length unseen."""
     blocks = divide_sequence(layers[0].method, padded_len, [layer.mask for layer in layers])

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,26 +25,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
-from engine.attention.kernels import KernelChoice, select_kernel
+from engine.attention.context import AttentionGroup, HeadShape, SequenceContext, build_context, open_transport
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.parallel.collectives import gather_objects
-from engine.parallel.mesh import Mesh, step_timeout
-from engine.parallel.waits import WaitClock
-from engine.planning.methods.auto import resolve_auto
+from engine.distributed.collectives import gather_objects
+from engine.distributed.mesh import Mesh, step_timeout
+from engine.distributed.waits import WaitClock
+from engine.kernels.attention import KernelChoice, select_kernel
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology, padded_length
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.schedules.plan import channels_of
-from engine.planning.time.machine import machine_of
-from engine.planning.visibility.layers import attention_layers, build_mask
+from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.patterns import build_mask
+from engine.predict.machine import machine_of
+from engine.resolve.attention import resolve_attention
+from engine.resolve.auto import resolve_auto
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
@@ -55,29 +56,6 @@ _OF_A_SEQUENCE = ("mask", "mask_layers", "documents")
 
 # What is kept for backward is the model's own affair: autograd keeps what attention gives it.
 _MEMORY = MemoryConfig(activation_checkpoint="none")
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Query heads, kv heads (a divisor of them) and the width of one head."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name}: got {getattr(self, field.name)}; at least 1 is needed"
-            for field in fields(self)
-            if getattr(self, field.name) < 1
-        ]
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_kv_heads: got {self.num_kv_heads}, expected a divisor of num_heads={self.num_heads}, "
-                "so that every kv head serves equally many query heads"
-            )
-        if problems:
-            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.device.row_blocks import is_fake_accelerator, spans
 from engine.kernels.dispatch import uses_triton
-from engine.row_blocks import is_fake_accelerator, spans
 
 ROWS_PER_PASS = 1024  # bounds the fp32 temporary and keeps it in cache on CPU
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool
 from engine.attention.executor import Execution, Fields
-from engine.attention.kernels.base import TileKernel
 from engine.attention.merge import backward_stats
 from engine.attention.transport import Transport
-from engine.memory.host import host_empty
+from engine.device.host_memory import host_empty
+from engine.kernels.attention.base import TileKernel
 from engine.planning.program.ops import Kind, RankPlan
 
 

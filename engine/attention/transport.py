@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.stream_times import TransferTimes
-from engine.parallel.waits import WaitClock
-from engine.planning.methods.topology import Topology
+from engine.distributed.waits import WaitClock
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
+from engine.planning.topology import Topology
 
 
 class P2POp(NamedTuple):

@@ -23,7 +23,7 @@ from engine.bench.measure import environment, run_rank, slowest_rank, summarise,
 from engine.bench.spec import AttentionCell, HeadShape
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
-from engine.parallel.mesh import build_mesh
+from engine.distributed.mesh import build_mesh
 from engine.planning.program.ops import LinkBytes
 from engine.training.rank.process import leave
 

@@ -19,23 +19,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.library import ContextParallel
 from engine.bench.measure import Series, Stopwatch, environment, exchange, run_rank
 from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
+from engine.distributed.mesh import build_mesh
+from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.model.llama import TransformerBlock
-from engine.model.parallelize import build_model
 from engine.model.rope import rope_table
-from engine.parallel.mesh import build_mesh
-from engine.planning.memory.predictor import find_hardware
-from engine.planning.methods.topology import Topology
-from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
-from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Machine, find_device, profile_document, share_at
-from engine.planning.time.step_time import UPDATE_BYTES, predict_step
+from engine.parallel.parallelize import build_model
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band
+from engine.predict.flops import count_parameters
+from engine.predict.machine import Machine, find_device, profile_document, share_at
+from engine.predict.memory import find_hardware
+from engine.predict.plan_costs import FLOPS_PER_PAIR, layer_numbers
+from engine.predict.step_time import UPDATE_BYTES, predict_step
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
 

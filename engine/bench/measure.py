@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine.bench.spec import RESULT_FILE, Rounds, read_cell
-from engine.parallel.mesh import choose_device, read_placement, start_process_group
+from engine.distributed.mesh import choose_device, read_placement, start_process_group
 from engine.runs.record import cpu_name, output_of, version_of
 
 _TIMEOUT = datetime.timedelta(minutes=10)

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config
 from engine.config.schema import read_dataclass, to_plain
 from engine.config.settings import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.config.yaml_text import load_yaml
 from engine.planning.methods.presets import PRESETS
+from engine.resolve.rules import check_config
 
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"

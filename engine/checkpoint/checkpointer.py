@@ -27,7 +27,7 @@ from engine.checkpoint.fetch import Disk, Fetch
 from engine.checkpoint.parts import HostCopies, file_name, held_parts, read_parts, share_out, write_parts
 from engine.checkpoint.state import TrainingTensors
 from engine.config.settings import CheckpointConfig
-from engine.parallel.collectives import gather_objects
+from engine.distributed.collectives import gather_objects
 from engine.runs.checkpoints import (
     Checkpoint,
     CheckpointError,

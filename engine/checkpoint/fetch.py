@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
-from engine.parallel.collectives import gather_objects
+from engine.distributed.collectives import gather_objects
 from engine.runs.checkpoints import CheckpointError, Manifest, verify_files
 
 _BLOCK_BYTES = 64 << 20

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from engine.optim.adamw import local_part
 from engine.runs.checkpoints import Chunk, TensorFacts
 from engine.runs.files import sync
-from engine.training.optim import local_part
 
 
 def file_name(rank: int) -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.optim.adamw import local_part, set_learning_rate
 from engine.parallel.fsdp import release_gathered_weights
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
-from engine.training.optim import local_part, set_learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "model."

@@ -1,1 +1,1 @@
-"""Every setting of a run: its schema, the rules between settings, the reader, and the errors. Standard library only."""
+"""Every setting of a run: its schema, the reader, and the errors. Imports nothing else of ours, and no torch."""

@@ -6,9 +6,12 @@ Standard library only; `engine.config.settings` puts it under the key `cluster`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.schema import setting
+
+Launcher = Literal["auto", "local", "ssh", "slurm", "kubernetes"]
+LAUNCHERS = frozenset(get_args(Launcher)) - {"auto"}
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,7 @@ class ClusterConfig:
     """The machines: this one, or those that `nodes` names."""
 
     nodes: str | None = setting(None, "names in NodeSet grammar, node[1-4,7]; null: this machine only")
-    launcher: Literal["auto", "local", "ssh", "slurm", "kubernetes"] = setting(
-        "auto", "who starts the ranks; auto: ssh where `nodes` names machines, else local"
-    )
+    launcher: Launcher = setting("auto", "who starts the ranks; auto: ssh where `nodes` names machines, else local")
     num_nodes: int | None = setting(
         None,
         "machines; null: as many as `nodes` names, else 1; with a scheduler: how many to ask for",

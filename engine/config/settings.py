@@ -3,7 +3,7 @@
     YAML -> Hydra compose -> plain dict -> `RunConfig` (here) -> RUN/config.yaml -> every rank
 
 Standard library and PyYAML only: the command line and every rank import this module without torch. Rules between fields
-are in `engine.config.rules`.
+are in `engine.resolve.rules`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
-from engine.runs.files import hash_json
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
@@ -265,7 +264,7 @@ class CheckpointConfig:
         None, "folder of checkpoints, by run id; null: in cluster.shared_folder, else in the run folder"
     )
     resume_from: str | None = setting(
-        None, "a run or one of its checkpoints to continue from, with any number of ranks and any method"
+        None, "RUN, or the path of a run or a checkpoint, to continue from, with any number of ranks and any method"
     )
 
     @property
@@ -435,7 +434,7 @@ class RunConfig:
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Build a configuration from plain values; missing fields take their defaults.
 
-    Does not check fields against each other or against files: `engine.config.rules.check_config` does.
+    Does not check fields against each other or against files: `engine.resolve.rules.check_config` does.
 
     Raises:
         ConfigError: With all unknown keys, wrong types and illegal choices together.
@@ -472,8 +471,3 @@ def dump_config(config: RunConfig) -> str:
         return text
     # PyYAML writes Unicode line ends (U+0085) unescaped and reads them back as another character.
     return yaml.dump(plain, Dumper=ConfigDumper, sort_keys=False)
-
-
-def config_fingerprint(config: RunConfig) -> str:
-    """Return the SHA-256 of the canonical JSON, 64 hex digits: equal exactly if every field is equal."""
-    return hash_json(to_plain(config))

@@ -27,12 +27,8 @@ def tokenizer_problem(config: RunConfig, prepared: Path | None = None) -> str | 
     theirs_files = find_tokenizer(folder)
     if theirs_files is None:
         return None
-    name = config.data.tokenizer
-    if config.data.format != "shards" and name == "bytes":
-        return (
-            f"data.tokenizer={name}: the weights of model.init_from={folder} know none of its ids; set "
-            f"data.tokenizer={folder}"
-        )
+    if (problem := bytes_problem(config, folder)) is not None:
+        return problem
     path = _path_of(config, prepared)
     if path is None or path == theirs_files.folder or not path.exists():
         return None
@@ -45,6 +41,16 @@ def tokenizer_problem(config: RunConfig, prepared: Path | None = None) -> str | 
         return None
     return (
         f"the tokens of {path} are not those of model.init_from={folder}: {difference}. Prepare the data with "
+        f"data.tokenizer={folder}"
+    )
+
+
+def bytes_problem(config: RunConfig, folder: Path) -> str | None:
+    """One sentence when tokens are bytes, of which weights in `folder`, which has a tokenizer, know none; else None."""
+    if config.data.format == "shards" or config.data.tokenizer != "bytes":
+        return None
+    return (
+        f"data.tokenizer=bytes: the weights of model.init_from={folder} know none of its ids; set "
         f"data.tokenizer={folder}"
     )
 

@@ -26,11 +26,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.conversations import Conversation, Message, Unit, as_transformers_passes, trace
-from engine.pretrained.folder import MORE_TEMPLATES_FOLDER, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, open_tokenizer
+from engine.pretrained.folder import (
+    MORE_TEMPLATES_FOLDER,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TokenizerFiles,
+    open_tokenizer,
+)
 from engine.runs.files import hash_json
 
 CHATML = "chatml"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_EDGE = 32  # characters by which the end of a message is known again
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
@@ -73,8 +80,8 @@ class ChatTemplate:
         A template with {% generation %} blocks says itself what the assistant says. Of any other the turns are found
         by rendering: up to a turn with the generation prompt, then with the turn; what was added is the turn. White
         space after the mark that ends a turn is no part of it: a model that writes the mark is done. Raises DataError,
-        which begins with `place`, when the template leaves out a part of the conversation, and when what was rendered
-        does not grow turn by turn.
+        which begins with `place`, when the template leaves out a part of the conversation, and when a turn cannot be
+        found in the text.
         """
         if conversation.tools is not None and self.with_tools is not None:
             return self.with_tools.render_chat(conversation, place)
@@ -88,6 +95,7 @@ class ChatTemplate:
             traced_text = self.render(traced, place, marks=marks[:2])
         except DataError:  # a template may refuse the longer texts
             traced_text = ""
+        learned: Spans | None = None
         if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source):
             blocks = self._blocks(conversation, text, marks, place)
             if not all(conversation.learned[index] for index in _turns(conversation)):
@@ -95,11 +103,12 @@ class ChatTemplate:
                 owners = [{units[tag].message for tag in _tags(block, marks[2])} for block in traced_blocks]
                 blocks = self._learned_blocks(conversation, blocks, owners, place)
             learned = tuple((first, after) for first, after in blocks if first < after)
-        else:
-            learned = self._grown(conversation, text, place)
+        if learned != ():
+            self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
+        if learned is None:  # after the check, whose message is the better one
+            learned = self._turn_spans(conversation, text, place)
         if not learned:
             raise self._unusable(place, "renders nothing that the assistant says. Give the assistant a text")
-        self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
         return text, learned
 
     def render(
@@ -123,6 +132,11 @@ class ChatTemplate:
         except Exception as error:  # somebody else's program: anything may go wrong in it
             why = f"cannot render these messages: {_said(error)}. Mend the line or the template"
             raise self._unusable(place, why) from None
+
+    def check_syntax(self) -> None:
+        """Raises DataError, with file and line, for a template that is not valid Jinja."""
+        for template in filter(None, (self, self.with_tools)):
+            _ = template._compiled
 
     def _check_variables(self, conversation: Conversation, place: str) -> None:
         """Raises DataError for settings of the template that it does not read, and for those that do not reach it."""
@@ -154,8 +168,25 @@ class ChatTemplate:
                 is_lost = self.render(unit.removed_from(conversation), place) == text
             except DataError:  # the template asks for it, so it reads it
                 continue
+            if is_lost and self._keeps_at_end(conversation, unit, place):
+                what = "reasoning" if unit.is_beginning else unit.key
+                raise self._unusable(
+                    place,
+                    f"leaves out {unit}, so it would be lost, but keeps it in a row that ends with that message. Write "
+                    f"a row for each answer, in which the answers before it have weight 0 and no {what}",
+                )
             if is_lost:
                 raise self._unusable(place, f"leaves out {unit}, so it would be lost. Remove it from the row")
+
+    def _keeps_at_end(self, conversation: Conversation, unit: Unit, place: str) -> bool:
+        """Whether this part of an assistant's message would reach the text if the conversation ended with it."""
+        if unit.message not in _turns(conversation)[:-1]:
+            return False
+        part = conversation.until(unit.message + 1)
+        try:
+            return self.render(unit.removed_from(part), place) != self.render(part, place)
+        except DataError:  # a template may refuse such a conversation
+            return False
 
     def _blocks(self, conversation: Conversation, text: str, marks: Sequence[str], place: str) -> list[tuple[int, int]]:
         """Characters [first, after) of each generation block, ascending."""
@@ -193,23 +224,53 @@ class ChatTemplate:
             kept += [block] * learned.pop()
         return kept
 
-    def _grown(self, conversation: Conversation, text: str, place: str) -> Spans:
-        learned = []
+    def _turn_spans(self, conversation: Conversation, text: str, place: str) -> Spans:
+        """Characters [first, after) of each learned turn in `text`, found by rendering up to it and then with it.
+
+        An earlier turn may lack what a template writes only before the content of the last one: Qwen 3 begins the last
+        turn with a <think> block, even an empty one, and none before it.
+        """
+        spans = []
         for index, message in enumerate(conversation.messages):
             if not conversation.learned[index]:
                 continue
-            before = self.render(conversation.until(index), place, prompts=True)
+            prompt = self.render(conversation.until(index), place, prompts=True)
             with_turn = self.render(conversation.until(index + 1), place)
-            if not (with_turn.startswith(before) and text.startswith(with_turn)):
+            first = self._turn_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
+            content, last_turn = _last_text(message), with_turn[len(prompt) :]
+            last_turn = last_turn[: _turn_length(last_turn, content)]
+            length = None if first is None else _length_in(text[first:], last_turn, content)
+            if first is None or length is None:
                 raise self._unusable(
                     place,
                     f"renders earlier messages another way once message {index} is there, so what the assistant says "
                     "cannot be found. Put {% generation %} ... {% endgeneration %} around it in the template",
                 )
-            after = len(before) + _turn_length(with_turn[len(before) :], _last_text(message))
-            if after > len(before):
-                learned.append((len(before), after))
-        return tuple(learned)
+            if length > 0:
+                spans.append((first, first + length))
+        return tuple(spans)
+
+    def _turn_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
+        """The character of `text` where the turn of message `index` begins; None where that is not known.
+
+        prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
+        earlier turns differ or lack a part of the generation prompt (<think>), the turn begins where its content does:
+        right after what ends the message before it and the generation prompt, or the beginning of that.
+        """
+        if text.startswith(prompt):
+            return len(prompt)
+        (mark,) = _unused_characters(text, 1)
+        marked = conversation.messages[index] | {"content": mark}
+        messages = (*conversation.messages[:index], marked, *conversation.messages[index + 1 :])
+        try:
+            earlier = self.render(conversation.until(index), "")
+            before, has_content, _ = self.render(replace(conversation, messages=messages), "").partition(mark)
+        except DataError:  # a template may refuse a content there
+            return None
+        edge = max(len(earlier) - _EDGE, 0)
+        ends = (before.endswith(prompt[edge:end]) for end in range(len(earlier) + 1, len(prompt) + 1))
+        is_known = has_content and text.startswith(before) and prompt.startswith(earlier)
+        return len(before) if is_known and any(ends) else None
 
     def _unusable(self, place: str, why: str) -> DataError:
         return DataError(f"{place}: the chat template {self.name} {why}, or give another data.chat_template.")
@@ -285,6 +346,24 @@ def _turn_length(turn: str, content: str) -> int:
     return len(turn.rstrip()) if has_mark else len(turn)
 
 
+def _length_in(rest: str, last_turn: str, content: str) -> int | None:
+    """Characters of the turn that `rest` begins with; None if it begins with another one.
+
+    last_turn: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
+    to the content, or up to some place before that. Only white space may stand in the place of the beginning.
+    """
+    if rest.startswith(last_turn):
+        return len(last_turn)
+    said = content.strip()
+    blanks = len(rest) - len(rest.lstrip())
+    for first in range(len(last_turn) + 1 - max(len(said), 1)):
+        if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
+            ending = last_turn[first:]
+            if rest.startswith(ending, blanks) and said in ending:
+                return blanks + len(ending)
+    return None
+
+
 def find_template(config: DataConfig) -> ChatTemplate:
     """The template that `config` names: built in, a file, or the one of the tokenizer's folder. Raises DataError."""
     path = config.tokenizer_path
@@ -294,17 +373,25 @@ def find_template(config: DataConfig) -> ChatTemplate:
         return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)
     if config.chat_template is not None:
         return _template_file(Path(config.chat_template).expanduser().absolute(), tokens)
+    if files is not None and (found := folder_template(files)) is not None:
+        return found
     sources = {} if files is None else files.chat_templates
-    if "default" in sources:
-        named = {name: ChatTemplate(source.place, source.text, tokens) for name, source in sources.items()}
-        # The name by which transformers, too, finds the template of conversations with tools.
-        return replace(named["default"], with_tools=named.get("tool_use"))
     others = f"; it has others: {', '.join(sources)}" if sources else ""
     raise DataError(
         f"data.messages_field needs a chat template, but data.tokenizer={config.tokenizer} has none beside it (looked "
         f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}{others}). Set data.chat_template to "
         f"{CHATML} or to a .jinja file, such as one of {MORE_TEMPLATES_FOLDER}."
     )
+
+
+def folder_template(files: TokenizerFiles) -> ChatTemplate | None:
+    """The template of a tokenizer's folder, None where it has no default one. Raises DataError for unreadable files."""
+    named = {
+        name: ChatTemplate(source.place, source.text, files.special_tokens)
+        for name, source in files.chat_templates.items()
+    }
+    # The name by which transformers, too, finds the template of conversations with tools.
+    return replace(named["default"], with_tools=named.get("tool_use")) if "default" in named else None
 
 
 def _template_file(path: Path, tokens: Mapping[str, str]) -> ChatTemplate:

@@ -4,6 +4,9 @@ A long document is encoded in windows that overlap. Ids near the edge of a windo
 text: tokenizers put a space before a text, cut words by what follows, or join letters over the edge. So two windows
 are joined where both give the same tokens at the same characters for a while; windows that do not agree become one.
 
+Unigram models are joined only where a word begins. Inside a word several readings may have the same score ("a aa" and
+"aa a"), and which one wins depends on rounding, hence on all letters of the word before: equal tokens prove nothing.
+
     document   |...........................................|
     windows    [------------------]                            the first
                             [-------------------]              the next one repeats its last OVERLAP_CHARS
@@ -26,7 +29,7 @@ Mask = npt.NDArray[np.bool_]
 
 OVERLAP_CHARS = 8192
 AGREED_TOKENS = 32
-# Equal tokens prove little where a text repeats itself: of "aaaa..." a unigram model has several best readings.
+# Equal tokens prove little where a text repeats itself.
 _DISTINCT_TOKENS = 4
 _GROUP_BYTES = 4 << 20  # of windows that are encoded together, on all cores
 _GROUP_WINDOWS = 4096
@@ -50,9 +53,9 @@ class Encoded:
 class _Window:
     """Consecutive text of a document, from its character `start` on.
 
-    is_last: the document ends with it. first: its tokens before this one are out. ids, offsets: its tokens and the
-    characters of the document they stand for, int64 [tokens] and [tokens, 2]; offsets are null where nothing needs
-    them. wanted: with so many characters it is encoded again, for now its tokens are those of its beginning; or 0.
+    is_last: the document ends with it. first: its tokens before this one are out. ids, offsets, word_starts: as of
+    `TokenSpans`, characters counted from the document's beginning; offsets are null where nothing needs them. wanted:
+    with so many characters it is encoded again, for now its tokens are those of its beginning; or 0.
     """
 
     chunk: TextChunk
@@ -62,6 +65,7 @@ class _Window:
     first: int = 0
     ids: Ids | None = None
     offsets: Ids | None = None
+    word_starts: Mask | None = None
     wanted: int = 0
 
     @property
@@ -188,8 +192,9 @@ def _encode_group(group: Sequence[_Window], tokenizer: Tokenizer, is_chat: bool)
         if fast:
             yield replace(window, ids=next(plain))
         else:
-            ids, offsets = next(placed)
-            yield replace(window, ids=ids, offsets=offsets + window.start)
+            spans = next(placed)
+            offsets = spans.offsets + window.start
+            yield replace(window, ids=spans.ids, offsets=offsets, word_starts=spans.word_starts)
 
 
 def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
@@ -215,8 +220,13 @@ def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
     texts = {held.chunk.text[begin:end] for begin, end in (ends[0][first:after, 1:] - held.start).tolist()}
     if after - first < AGREED_TOKENS or len(texts) < _DISTINCT_TOKENS:
         return None
-    middle = (first + after) // 2
-    return tail + middle, middle - shift
+    seams = np.arange(first, after)
+    if held.word_starts is not None and window.word_starts is not None:
+        seams = seams[held.word_starts[tail + seams] & window.word_starts[seams - shift]]
+    if not len(seams):
+        return None
+    seam = int(seams[len(seams) // 2])
+    return tail + seam, seam - shift
 
 
 def _tokens(window: _Window) -> Ids:
@@ -236,8 +246,9 @@ def _widened(held: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool
     )
     if len(chunk.text) < wanted and not window.is_last:
         return wider
-    [(ids, offsets)] = tokenizer.encode_with_offsets([chunk.text], finds_special=is_chat)
-    found = replace(wider, ids=ids, offsets=offsets + held.start, wanted=0)
+    [spans] = tokenizer.encode_with_offsets([chunk.text], finds_special=is_chat)
+    offsets = spans.offsets + held.start
+    found = replace(wider, ids=spans.ids, offsets=offsets, word_starts=spans.word_starts, wanted=0)
     if not np.array_equal(_tokens(found)[: held.first], _tokens(held)[: held.first]):
         raise DataError(
             f"tokenizer {tokenizer.name} gives a text of {len(chunk.text):,} characters ids that depend on its end, so "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
-import json
 import math
 import os
 import sysconfig
@@ -23,6 +22,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
+from engine.data.conversations import parse_json, read_conversation
+from engine.runs.figures import count_of
 
 if TYPE_CHECKING:
     from engine.data.chat import ChatTemplate, Spans
@@ -189,7 +190,7 @@ def open_source(config: DataConfig) -> Source:
     else:
         suffixes = suffixes or config.resolved_text_suffixes
         files = list_files(config.paths, suffixes)
-        what = f"{len(files)} {config.format} files"
+        what = count_of(f"{config.format} file", len(files))
         if config.format == "text" and (others := len(list_files(config.paths, ("",))) - len(files)):
             what += f"; {others} more in these folders skipped, whose names do not end as data.text_suffixes has it"
     read = partial(reader, config=config, template=template)
@@ -319,7 +320,7 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
                 continue
             place = f"{path}:{number}"
             try:
-                record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+                record = parse_json(line.decode("utf-8-sig").rstrip("\r\n"))
                 if not isinstance(record, dict):
                     raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
                 chunks = _record_pieces(record, place, config, template)
@@ -366,8 +367,6 @@ def _record_pieces(
     record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
 ) -> list[TextChunk]:
     if template is not None:
-        from engine.data.conversations import read_conversation
-
         conversation = read_conversation(record, _field(record, place, config, "messages_field", list), place)
         return [*split_text(*template.render_chat(conversation, place))]
     text = _field(record, place, config, "text_field")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,25 @@ from engine.pretrained.resolve import resolve_tokenizer
 from engine.runs.files import json_text
 
 Ids = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 BPE_EOD_TOKEN = "<|endoftext|>"
 # What ends a document where no file of the folder says it.
 _EOD_TOKENS = (BPE_EOD_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenSpans(NamedTuple):
+    """Tokens of a text and where they are in it.
+
+    ids           int64 [tokens]
+    offsets       characters [first, after) that each stands for, int64 [tokens, 2]
+    word_starts   of a unigram model, which tokens begin a word of the pre-tokenizer, bool [tokens]; of others None
+    """
+
+    ids: Ids
+    offsets: Ids
+    word_starts: Flags | None = None
 
 
 class ByteTokenizer:
@@ -45,11 +59,14 @@ class ByteTokenizer:
         """Ids of each text, one per UTF-8 byte."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
-    def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[tuple[Ids, Ids]]:
+    def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
         """Ids of each text and the characters [first, after) they stand for; there are no special tokens."""
         encoded = self.encode(texts)
         characters = [np.cumsum((ids & 0xC0) != 0x80) for ids in encoded]  # what no continuation byte is, begins one
-        return [(ids, np.stack((after - 1, after), axis=1)) for ids, after in zip(encoded, characters, strict=True)]
+        return [
+            TokenSpans(ids, np.stack((after - 1, after), axis=1))
+            for ids, after in zip(encoded, characters, strict=True)
+        ]
 
     def template_start(self) -> tuple[int, ...]:
         """Nothing is put before a text."""
@@ -134,7 +151,7 @@ class FileTokenizer:
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.int64) for item in encoded]
 
-    def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[tuple[Ids, Ids]]:
+    def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
         """Ids of each text and the characters [first, after) they stand for, computed on all cores.
 
         finds_special: whether special tokens are what they spell, as in conversations, or plain text.
@@ -158,7 +175,7 @@ class FileTokenizer:
     def _text_bytes(self) -> Ids:
         return self.token_bytes()
 
-    def _placed(self, text: str, ids: Ids) -> tuple[Ids, Ids] | None:
+    def _placed(self, text: str, ids: Ids) -> TokenSpans | None:
         """`ids` of `text` with their characters, by the bytes of the tokens; None where these are not its bytes."""
         normalizer = self._inner.normalizer
         if normalizer is not None and normalizer.normalize_str(text) != text:
@@ -168,16 +185,32 @@ class FileTokenizer:
             return None
         characters = np.cumsum((data & 0xC0) != 0x80)  # what no continuation byte is, begins one
         begins = ends - self._text_bytes[ids]
-        return ids, np.stack((characters[begins] - 1, characters[ends - 1]), axis=1)
+        return TokenSpans(ids, np.stack((characters[begins] - 1, characters[ends - 1]), axis=1))
 
-    def _encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[tuple[Ids, Ids]]:
+    def _encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
         """As `encode_with_offsets`, with the offsets of the library."""
         self._inner.encode_special_tokens = not finds_special
         try:
             encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
-        return [(np.array(item.ids, np.int64), np.array(item.offsets, np.int64).reshape(-1, 2)) for item in encoded]
+        return [
+            TokenSpans(
+                np.array(item.ids, np.int64),
+                np.array(item.offsets, np.int64).reshape(-1, 2),
+                self._word_starts(item) if self._is_unigram else None,
+            )
+            for item in encoded
+        ]
+
+    @cached_property
+    def _is_unigram(self) -> bool:
+        return bool(json.loads(self._inner.to_str())["model"].get("type") == "Unigram")
+
+    @staticmethod
+    def _word_starts(encoding: Any) -> Flags:
+        words = encoding.word_ids
+        return np.array([n == 0 or word != words[n - 1] for n, word in enumerate(words)], dtype=np.bool_)
 
     def template_start(self) -> tuple[int, ...]:
         """What the file's own template puts before every text, as transformers has it: often one id, or none.

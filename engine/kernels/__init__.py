@@ -1,1 +1,1 @@
-"""Triton kernels of everything but attention, and what says whether one can be used."""
+"""Kernels: attention/ computes tiles by libraries; the modules here are Triton kernels of everything else."""

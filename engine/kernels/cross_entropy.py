@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.data.sampler import IGNORE_INDEX
+from engine.device.row_blocks import accumulate_dtype
 from engine.kernels.launch import kernel, launch
 from engine.kernels.tiles import block_width
-from engine.row_blocks import accumulate_dtype
 
 
 def statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.device.row_blocks import accumulate_dtype
 from engine.kernels.launch import as_rows, kernel, launch
 from engine.kernels.tiles import REDUCTION_PROGRAMS, RowTiles
-from engine.row_blocks import accumulate_dtype
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ chunks of C rows:
 
     C * V            logits of one chunk, overwritten by their gradient (compute dtype); freed before backward
     V * d            gradient of the weight in fp32; backward casts it to the dtype of the weight in the same memory
-    2 blocks         fp32 softmax temporaries, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
+    2 blocks         fp32 softmax, of a size fixed in engine.device.row_blocks; none on a GPU (engine.kernels)
 
 It does not depend on the number of rows. The gradient of `hidden` comes on top.
 
@@ -36,8 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
-from engine.kernels.dispatch import uses_triton
-from engine.row_blocks import (
+from engine.device.row_blocks import (
     accumulate_dtype,
     acts_as_accelerator,
     is_fake_accelerator,
@@ -45,6 +44,7 @@ from engine.row_blocks import (
     spans,
     temporary_blocks,
 )
+from engine.kernels.dispatch import uses_triton
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config.settings import LossConfig
+from engine.device.row_blocks import accumulate_dtype
 from engine.loss.fused import ALONE, VocabularyRanks, linear_cross_entropy, losses_of_logits
-from engine.row_blocks import accumulate_dtype
 
 _BLOCK_IDS = 8192  # rows of the weight that are cast to fp32 together
 

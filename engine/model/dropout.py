@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.data.sampler import splitmix64
-from engine.row_blocks import row_blocks
+from engine.device.row_blocks import row_blocks
 
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: features far apart in the hash's input
 _MASK_32 = 2**32 - 1

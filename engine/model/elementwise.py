@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.device.row_blocks import accumulate_dtype, is_fake_accelerator, temporary_blocks
 from engine.kernels.dispatch import uses_triton
 from engine.kernels.tiles import RowTiles
-from engine.row_blocks import accumulate_dtype, is_fake_accelerator, temporary_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

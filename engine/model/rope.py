@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.config.settings import RopeScalingConfig
+from engine.device.row_blocks import accumulate_dtype, is_fake_accelerator, row_blocks
 from engine.kernels.dispatch import uses_triton
-from engine.row_blocks import accumulate_dtype, is_fake_accelerator, row_blocks
 
 NO_SCALING = RopeScalingConfig()
 # As in every released model: pairs that turn more often than the first in the original length stay under yarn, those
@@ -99,7 +99,7 @@ def _llama3_share(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
 
 
 def _original_seq_len(scaling: RopeScalingConfig) -> int:
-    assert scaling.original_seq_len is not None, "refused by engine.config.rules"
+    assert scaling.original_seq_len is not None, "refused by engine.resolve.rules"
     return scaling.original_seq_len
 
 

@@ -1,1 +1,1 @@
-"""How a model is distributed over ranks: device meshes, FSDP2, tensor parallelism, and row sharding."""
+"""How a model runs on many ranks: FSDP2, tensor parallelism, row sharding, and the order of composition."""

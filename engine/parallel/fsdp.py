@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine.config.settings import Dtype, Store
-from engine.parallel.mesh import Mesh
+from engine.distributed.mesh import Mesh
 
 
 def parameter_device(store: Store, device: torch.device) -> torch.device:

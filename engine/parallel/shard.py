@@ -19,24 +19,10 @@ import torch
 from torch import Tensor
 
 from engine.data.sampler import IGNORE_INDEX
+from engine.distributed.mesh import WHOLE, RowPart
 from engine.planning.visibility.layout import Layout
 
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """Part `index` of `count` equal, consecutive parts of a sequence's rows."""
-
-    index: int = 0
-    count: int = 1
-
-    def of(self, rows: int) -> slice:
-        """Return this part of `rows` rows; raises ValueError unless they divide evenly."""
-        if rows % self.count:
-            raise ValueError(f"{rows} rows cannot be divided among {self.count} ranks; pad them to a multiple")
-        size = rows // self.count
-        return slice(self.index * size, (self.index + 1) * size)
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ def shard_batch(
     layout: Layout,
     cp_rank: int,
     device: torch.device,
-    label_part: RowPart = RowPart(),
+    label_part: RowPart = WHOLE,
 ) -> LocalBatch:
     """Return the rows of `cp_rank` of whole sequences, [B, N] -> [B, T].
 

@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from engine.distributed.collectives import all_gather_first, reduce_scatter_first
 from engine.loss.fused import VocabularyRanks
 from engine.model.linear import Linear, linear
 from engine.model.llama import LlamaModel, RMSNorm, TransformerBlock
-from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
 
 def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
@@ -41,7 +41,7 @@ def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
     are sliced by input features: x [B, T, in / t] -> local rows [B, T / t, out] of the sum over ranks. Embedding and
     head are sliced by rows of the vocabulary. Norms have their whole gain on every rank.
 
-    Afterwards tie weights again. Sizes must divide: engine.planning.methods.topology.tensor_parallel_problems.
+    Afterwards tie weights again. Sizes must divide: engine.planning.topology.tensor_parallel_problems.
     """
     group = tp_mesh.get_group()
     _slice(model.embedding, tp_mesh, 0, _embed)

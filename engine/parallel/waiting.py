@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.library import ContextParallel
-from engine.parallel.collectives import all_gather_into, reduce_scatter_into
+from engine.distributed.collectives import all_gather_into, reduce_scatter_into
+from engine.distributed.mesh import Mesh
+from engine.distributed.waits import WaitClock
 from engine.parallel.fsdp import fsdp_modules
-from engine.parallel.mesh import Mesh
-from engine.parallel.waits import WaitClock
 
 
 def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: ContextParallel) -> bool:

@@ -1,1 +1,1 @@
-"""What a run will do, before it does it: who holds what, in which order, how long, with how much memory. No torch."""
+"""What the ranks of a run will do, before they do it: who holds which rows, what is sent and when. No torch."""

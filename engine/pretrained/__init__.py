@@ -1,1 +1,1 @@
-"""Models of Hugging Face in and out: what config.json says, weights read a slice at a time, folders written."""
+"""Model folders of Hugging Face: what config.json says, tokenizer files, names of weights."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config.errors import DataError
-from engine.pretrained.auto_tokenizer import ask_transformers, has_transformers
-from engine.pretrained.folder import TokenizerFiles
+from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers, has_transformers
+from engine.pretrained.folder import VOCABULARY_FILES, TokenizerFiles
 from engine.runs.files import hash_json
 
 # What tokenizers do differently: blanks at edges and in rows, digits, scripts, marks, code, bytes that are no letters.
@@ -46,6 +46,22 @@ def resolve_tokenizer(files: TokenizerFiles, *, verify: bool = False) -> Resolve
     if verify and files.class_name and has_transformers():
         _check_same_ids(inner, files)
     return ResolvedTokenizer(inner, files.special_tokens)
+
+
+def version_note(files: TokenizerFiles) -> str | None:
+    """That the ids are those of transformers 5, where a tokenizer.json as written, which version 4 reads, gives others.
+
+    Compared over `PROBE_TEXTS`. Raises DataError as `resolve_tokenizer`.
+    """
+    if files.class_name != "LlamaTokenizer" or not files.file.is_file():
+        return None
+    written = _from_file(files)
+    if _ids(written, PROBE_TEXTS) == _ids(_rebuilt(written, files), PROBE_TEXTS):
+        return None
+    return (
+        "its ids are those of transformers 5, which rebuilds this tokenizer (LlamaTokenizer); transformers 4 takes "
+        f"{files.file.name} as it is written and gives some texts other ids, such as those that begin with a blank"
+    )
 
 
 def ids_of_probe(inner: Any) -> list[list[int]]:
@@ -144,25 +160,31 @@ def _check_same_ids(inner: Any, files: TokenizerFiles) -> None:
     theirs.no_padding()
     if (ours := ids_of_probe(inner)) == (found := ids_of_probe(theirs)):
         return
-    first = next((pair for pair in zip(ours, found, strict=False) if pair[0] != pair[1]), (len(ours), len(found)))
-    theirs_name = f"{facts.class_name} of transformers {facts.version}"
-    why = f"{theirs_name} gives {first[1]!r:.80} where tokenizer.json gives {first[0]!r:.80}"
-    raise DataError(_ambiguous(files, why))
+    ids = next((pair for pair in zip(ours, found, strict=False) if pair[0] != pair[1]), (ours[-1], found[-1]))
+    raise DataError(_ambiguous(files, facts, *map(_from_difference, ids, reversed(ids))))
 
 
-def _ambiguous(files: TokenizerFiles, why: str) -> str:
+def _from_difference(ids: list[int], others: list[int]) -> str:
+    """A few of `ids` from the first on that differs from `others`."""
+    pairs = zip(ids, others, strict=False)
+    first = next((at for at, (mine, other) in enumerate(pairs) if mine != other), min(len(ids), len(others)))
+    return f"{'... ' * bool(first)}{' '.join(map(str, ids[first : first + 4])) or 'no more'}"
+
+
+def _ambiguous(files: TokenizerFiles, facts: AutoTokenizerFacts, ours: str, theirs: str) -> str:
+    save_again = "save the tokenizer again with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
+    remedy = f"{save_again} to have the ids of that class"
+    if not files.model_type:  # else transformers may take the class of the model, whatever tokenizer_class says
+        remedy += ", or set tokenizer_class in tokenizer_config.json to PreTrainedTokenizerFast to have the others"
     return (
-        f"{files.folder}: the ids of this tokenizer are ambiguous: {why}. In a copy of the folder, set tokenizer_class "
-        "in tokenizer_config.json to PreTrainedTokenizerFast to have the ids of tokenizer.json, or save it again with "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW) to have those of that class."
+        f"{files.folder}: the ids of this tokenizer are ambiguous: {facts.class_name} of transformers {facts.version} "
+        f"gives ids {theirs} where tokenizer.json gives {ours}. In a copy of the folder, {remedy}."
     )
 
 
 def _converted(files: TokenizerFiles) -> ResolvedTokenizer:
     """The tokenizer of a folder without tokenizer.json, converted by transformers."""
     from tokenizers import Tokenizer
-
-    from engine.pretrained.folder import VOCABULARY_FILES
 
     held = [name for name in VOCABULARY_FILES if (files.folder / name).is_file()]
     if not held:

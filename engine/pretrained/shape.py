@@ -270,22 +270,29 @@ def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
     return Pretrained(model, window, int(document["max_position_embeddings"]))
 
 
-def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """Settings of RoPE that are contradictory or not those of this model."""
+def _rope_disagreement(stated: Mapping[str, Any]) -> str | None:
+    """In what the spellings of RoPE in a config.json differ: rope_parameters, rope_scaling, keys at the top."""
     spellings = {name: _spelled(stated, name) for name in ("rope_parameters", "rope_scaling")}
     facts = {name: rope for name, rope in spellings.items() if rope is not None}
+    parts = []
     for key in sorted({key for rope in facts.values() for key in rope}):
         values = {f"{name}.{key}": rope[key] for name, rope in facts.items() if rope.get(key) is not None}
         if stated.get(key) is not None:  # such as rope_theta, which older files have at the top
             values[key] = stated[key]
         if len({repr(_number(value)) for value in values.values()}) > 1:
-            listed = " but ".join(f"{name} is {value}" for name, value in values.items())
-            yield f"{listed}; make them agree, or remove all but one"
+            parts.append(" but ".join(f"{name} is {value}" for name, value in values.items()))
     if len(facts) > 1:
         only = facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys()
         only -= {"rope_theta"} if "rope_theta" in stated else set()
-        if only:
-            yield f"rope_parameters and rope_scaling differ: only one has {', '.join(sorted(only))}; remove one"
+        parts += [f"only one of rope_parameters and rope_scaling has {', '.join(sorted(only))}"] if only else []
+    return f"{', '.join(parts)}; make them agree, or remove all but one" if parts else None
+
+
+def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of RoPE that are contradictory or not those of this model."""
+    if disagreement := _rope_disagreement(stated):
+        yield disagreement  # which of them is meant is not known, so none is judged
+        return
     rope = _rope(document)
     kind = rope["rope_type"]
     if kind not in ("default", "linear", "yarn", "llama3"):

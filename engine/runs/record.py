@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.schema import to_plain
-from engine.config.settings import RunConfig, config_fingerprint
-from engine.planning.memory.policy import policy_name
+from engine.config.settings import MemoryConfig, RunConfig
 from engine.runs.files import hash_json, utc_now
 from engine.runs.process import meminfo_bytes
 
@@ -169,6 +168,25 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
 def final_title(name: str) -> str:
     """What a summary calls the last value of a figure of FINALS."""
     return "final_train_loss" if name == "loss" else f"final_{name}"
+
+
+def config_fingerprint(config: RunConfig) -> str:
+    """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
+    return hash_json(to_plain(config))
+
+
+def policy_name(memory: MemoryConfig) -> str:
+    """The policy in words that name its settings, such as `seq_fraction 0.5, 10 layers on host, tiles of 4096`."""
+    details = {"seq_fraction": f" {memory.saved_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
+    kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
+    parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
+    if memory.activation_store:
+        count = memory.host_layers
+        layers = "" if count is None else f"{count} layer{'' if count == 1 else 's'} "
+        parts.append(f"{layers}on {memory.activation_store}")
+    parts += [f"tiles of {memory.tile_tokens}"] if memory.tile_tokens else []
+    parts += ["optimizer on host"] if memory.optimizer_store == "host" else []
+    return ", ".join(parts)
 
 
 def config_facts(config: RunConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine.config.settings import TrainConfig
 from engine.data.sampler import Batch, Sampler
-from engine.parallel.mesh import Mesh
+from engine.distributed.mesh import Mesh
 from engine.training.train_step import RankBatch
 
 

@@ -3,7 +3,7 @@
 On a CPU runs are deterministic already. On a GPU some kernels sum in the order in which threads finish: mainly backward
 passes of attention, index_add and scatter_add, and cuBLAS if streams share its workspace. torch chooses deterministic
 algorithms where it has them and raises where it has none; attention kernels declare what they support
-(`engine.attention.kernels.base`). The order in which NCCL sums is fixed for the same ranks on the same machines.
+(`engine.kernels.attention.base`). The order in which NCCL sums is fixed for the same ranks on the same machines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures every optimizer step and builds its row of metrics.jsonl.
 
-docs/training.md defines each figure, engine/planning/time/flops.py the conventions for FLOPs. A figure that is not
+docs/training.md defines each figure, engine/predict/flops.py the conventions for FLOPs. A figure that is not
 available is None, never 0.
 """
 
@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from engine.activations.store import HostStore
 from engine.attention.library import ContextParallel
 from engine.attention.stream_times import total
 from engine.config.settings import ModelConfig
-from engine.memory.store import HostStore
-from engine.memory.tracker import LiveTensorTracker
-from engine.parallel.collectives import max_over_ranks
-from engine.parallel.mesh import Mesh
-from engine.parallel.waits import WaitClock, find_straggler
-from engine.planning.time.flops import Flops, mfu, step_flops
-from engine.planning.time.machine import Peak
-from engine.planning.visibility.layers import AttendedPairs
+from engine.device.live_tensors import LiveTensorTracker
+from engine.distributed.collectives import max_over_ranks
+from engine.distributed.mesh import Mesh
+from engine.distributed.waits import WaitClock, find_straggler
+from engine.planning.methods.layers import AttendedPairs
+from engine.predict.flops import Flops, mfu, step_flops
+from engine.predict.machine import Peak
 from engine.runs.oom import peak_resident_bytes
 from engine.training.peak import above_peak_warning
 from engine.training.train_step import StepResult

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.config.settings import Dtype, TrainConfig
-from engine.planning.time.machine import Peak, published_peak
+from engine.predict.machine import Peak, published_peak
 from engine.runs.files import cache_folder, utc_now
 
 _SIZES = (512, 1024, 2048)

@@ -16,17 +16,17 @@ from torch import Tensor
 from engine.attention.library import ContextParallel
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.distributed.collectives import sum_over_ranks
+from engine.distributed.mesh import Mesh
 from engine.model.dropout import Dropout, row_keys
 from engine.model.llama import AttentionFn, LlamaModel
-from engine.parallel.collectives import sum_over_ranks
+from engine.optim.adamw import build_optimizer, learning_rate, set_learning_rate
+from engine.optim.updates import build_updates
 from engine.parallel.fsdp import set_gradient_sync
-from engine.parallel.mesh import Mesh
 from engine.parallel.shard import LocalBatch, shard_batch
-from engine.planning.visibility.layers import AttendedPairs, attended_pairs
+from engine.planning.methods.layers import AttendedPairs, attended_pairs
 from engine.training.guard import NO_LABELS, TAKEN, Guard, Verdict
-from engine.training.optim import build_optimizer, learning_rate, set_learning_rate
 from engine.training.rank.process import RankStatus
-from engine.training.updates import build_updates
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,14 @@ import torch
 import torch.distributed as dist
 
 from engine.attention.library import ContextParallel
-from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config.errors import ConfigError, DataError
-from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.data.agreement import tokenizer_problem, vocabulary_problem
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
 from engine.data.view import training_sampler
-from engine.model.parallelize import build_empty_model, set_first_weights
-from engine.parallel.collectives import gather_objects, wait_for_all_ranks
-from engine.parallel.mesh import (
+from engine.distributed.collectives import gather_objects, wait_for_all_ranks
+from engine.distributed.mesh import (
     Mesh,
     Placement,
     build_mesh,
@@ -32,15 +29,18 @@ from engine.parallel.mesh import (
     start_process_group,
     step_timeout,
 )
+from engine.parallel.parallelize import build_empty_model, set_first_weights
 from engine.parallel.waiting import count_waits
-from engine.planning.memory.cost import policy_cost
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Peak
+from engine.predict.flops import count_parameters
+from engine.predict.machine import Peak
+from engine.predict.policy_cost import policy_cost
 from engine.pretrained.folder import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from engine.resolve.rules import check_config
 from engine.runs.folder import RunFolder
 from engine.runs.record import WARMUP_STEPS, config_facts, predicted_facts, summarise
 from engine.training.batches import StepBatches
+from engine.training.checkpoints import Position, RunCheckpoints
 from engine.training.determinism import deterministic_algorithms
 from engine.training.guard import Verdict
 from engine.training.metrics import StepCost, StepMeter, StepProfiler

@@ -26,9 +26,9 @@ from engine.data.needles import NeedleTask, NeedleTasks
 from engine.data.prepare import PreparedData
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.data.view import validation_batches
-from engine.parallel.collectives import max_over_ranks, sum_over_ranks
+from engine.distributed.collectives import max_over_ranks, sum_over_ranks
+from engine.distributed.mesh import Mesh
 from engine.parallel.fsdp import evaluating
-from engine.parallel.mesh import Mesh
 from engine.training.metrics import PeakMemory
 from engine.training.train_step import TrainStep
 

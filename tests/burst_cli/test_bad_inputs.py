@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from testkit.command_line import Result
 
-from engine.planning.time.machine import machine_fields
+from engine.predict.machine import machine_fields
 
 # Override, what is told of it: the mistake as given, and what to write instead. Those of a list are told in one breath.
 BAD_OVERRIDES = [
@@ -134,7 +134,7 @@ def test_run_that_cannot_fit_is_refused_before_anything_is_created(burst, tmp_pa
 def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
     one_core = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
     result = burst("launch", "exp=small", *one_core)
-    # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core of the table gives 55 to 80 GFLOP/s.
+    # 1.0e14 FLOPs by the counts of engine.predict.flops; a core of the table gives 55 to 80 GFLOP/s.
     assert_refused(result, "too slow: 28.4 min per step is expected on the CPU", "or a shorter sequence")
     free = ",".join(f"'{name}={'inf' if name.endswith('_per_s') else 0}'" for name in machine_fields())
     (tmp_path / "bad.jsonl").write_text("{nonsense")  # for what is not refused
@@ -164,7 +164,10 @@ def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path) -> None:
         ("# @package _global_\ntrain:\n  setps: 4\n", ["train.setps: no such setting; did you mean", "mine.yaml"]),
         ("# @package _global_\ntrain:\n  steps: many\n", ["train.steps: expected a whole number", "mine.yaml"]),
         ("# @package _global_\ntrain:\n  steps: 3\n  steps: 4\n", ["duplicate key steps", "mine.yaml"]),
-        ("# @package _global_\nseed: ???\n", ["seed: must be given", "add seed=VALUE"]),
+        ("# @package _global_\nseed: ???\n", ["seed: must be given", "mine.yaml, line 2", "add seed=VALUE"]),
+        ("# @package _global_\ntrain:\n  steps: ???\n", ["train.steps: must be given", "mine.yaml, line 3"]),
+        ("# @package _global_\ndata:\n  paths:\n    - ???\n", ["data.paths[0]: must be given", "mine.yaml, line 4"]),
+        ("# @package _global_\ntrain: ???\n", ["train: must be given", "mine.yaml, line 2"]),
         (
             "# @package _global_\ntrain:\n  steps: ${train.stepz}\n",
             ["train.steps: ", "'train.stepz' not found", "mine.yaml, line 3"],
@@ -184,3 +187,16 @@ def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path) -> None:
         (tmp_path / "exp").mkdir(exist_ok=True)
         (tmp_path / "exp" / "mine.yaml").write_bytes(text.encode(errors="surrogateescape"))
         assert_refused(burst("config", "--config-dir", str(tmp_path), "exp=mine"), *words)
+
+
+def test_a_mark_for_a_missing_value_is_refused_on_the_command_line(burst) -> None:
+    assert_refused(
+        burst("config", "exp=tiny", "train.steps=???"), "train.steps=??? says ???", "Write train.steps=VALUE"
+    )
+
+
+def test_a_missing_value_may_be_given_on_the_command_line(burst, tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\ntrain:\n  steps: ???\n")
+    done = burst("config", "--config-dir", str(tmp_path), "exp=mine", "train.steps=7")
+    assert done.code == 0, done.err

@@ -15,16 +15,8 @@ from typed_settings import cases, config, values_of
 
 from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass, to_plain, walk_fields
-from engine.config.settings import (
-    Dtype,
-    LayoutName,
-    PresetName,
-    RunConfig,
-    config_fingerprint,
-    config_from_dict,
-    dump_config,
-    load_config,
-)
+from engine.config.settings import Dtype, LayoutName, PresetName, RunConfig, config_from_dict, dump_config, load_config
+from engine.runs.record import config_fingerprint
 
 SPECS = {spec.key: spec for spec in walk_fields(RunConfig)}
 
@@ -241,7 +233,8 @@ def test_fingerprint_is_equal_exactly_for_equal_configurations() -> None:
 
 def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
     code = (
-        "import sys, engine.config.rules; from engine.config.settings import *;"
+        "import sys, engine.resolve.rules; from engine.config.settings import *;"
+        "from engine.runs.record import config_fingerprint;"
         "print(config_fingerprint(RunConfig()), *sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]

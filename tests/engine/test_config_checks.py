@@ -8,7 +8,7 @@ import pytest
 from typed_settings import cases, config
 
 from engine.config.errors import ConfigError
-from engine.config.rules import check_config, config_problems
+from engine.resolve.rules import check_config, config_problems
 
 RANKS4 = "cluster.ranks_per_node=4"
 TP2 = "parallel.tp_size=2 & cluster.ranks_per_node=2"
@@ -249,11 +249,10 @@ def test_what_ranks_find_each_other_by_is_not_set_by_hand_and_no_value_is_told()
 
 
 def test_paths_of_runs_on_other_machines_are_whole() -> None:
-    given = "train.checkpoint.folder=a & train.checkpoint.resume_from=b & model.init_from=c & data.mix_paths=[/d, e]"
+    given = "train.checkpoint.folder=a & model.init_from=c & data.mix_paths=[/d, e]"
     found = config_problems(config(f"cluster.launcher=ssh & {given} & data.mix_weights=[1.0, 1.0, 1.0]"))
     assert [problem.text.partition(" on the nodes")[0] for problem in found] == [
         "train.checkpoint.folder: got 'a', expected a path",
-        "train.checkpoint.resume_from: got 'b', expected a path",
         "model.init_from: got 'c', expected a path",
         "data.mix_paths[1]: got 'e', expected a path",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from testkit.sections import LLAMA_7B
 
-from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
+from engine.predict.flops import attention_pairs, count_parameters, step_flops
 
 
 def test_published_size_of_llama_7b() -> None:

@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from engine.attention import ContextParallel, Mask
+from engine.attention.hugging_face import enable_context_parallel, shift_labels
 from engine.config.errors import ConfigError
-from engine.hf import enable_context_parallel, shift_labels
 
 ROOT = Path(__file__).parents[2]
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQ_LEN = 4, 2, 8, 61, 37
@@ -364,8 +364,8 @@ def test_labels_are_shifted_within_documents() -> None:
 def test_without_transformers_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import torch, engine.hf, engine.config.errors\n"
-        "try: engine.hf.enable_context_parallel(torch.nn.Linear(1, 1), None)\n"
+        "import torch, engine.attention.hugging_face, engine.config.errors\n"
+        "try: engine.attention.hugging_face.enable_context_parallel(torch.nn.Linear(1, 1), None)\n"
         "except engine.config.errors.ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config.settings import TrainConfig
-from engine.planning.time.machine import DEVICES, Peak, find_device, find_machine, published_peak
+from engine.predict.machine import DEVICES, Peak, find_device, find_machine, published_peak
 from engine.training.peak import find_peak, machine_cpu_peak, measure_cpu_peak
 
 

@@ -7,7 +7,14 @@ import threading
 import pytest
 import torch
 
-from engine.row_blocks import FakeRun, acts_as_accelerator, is_fake_accelerator, rehearse, row_blocks, spans
+from engine.device.row_blocks import (
+    FakeRun,
+    acts_as_accelerator,
+    is_fake_accelerator,
+    rehearse,
+    row_blocks,
+    spans,
+)
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ import pytest
 
 from burst_cli.compose import compose
 from engine.config.settings import AttentionConfig, MaskKind, RunConfig
-from engine.planning.methods.preview import preview_attention
-from engine.planning.methods.topology import Topology, place_ranks
-from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import Machine, find_machine
-from engine.planning.time.step_time import predict_step, timed_ranks
+from engine.planning.topology import Topology, place_ranks
+from engine.predict.attention import preview_attention
+from engine.predict.flops import StepTime
+from engine.predict.machine import Machine, find_machine
+from engine.predict.step_time import predict_step, timed_ranks
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
 TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]

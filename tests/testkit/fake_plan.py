@@ -14,7 +14,7 @@ from cluster.plan import LaunchPlan, MachineFacts
 from cluster.survey.network import NetInterface
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, config_from_dict
-from engine.planning.memory.predictor import Gpu
+from engine.predict.memory import Gpu
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
 from testkit.known_facts import known_facts
 
@@ -55,6 +55,10 @@ OFFER = Offer(
     port=(23456, ""),
     locks={},
     data=(),
+    checkpoint_room=(100 << 30, ""),
+    checkpoint_disk="",
+    has_source=None,
+    model=None,
 )
 
 

@@ -20,11 +20,11 @@ from cluster.control import ssh_link
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
+from cluster.control.runner import open_links, read_run_plan
 from cluster.control.ssh_link import LinkTiming
 from cluster.env.plan import EnvironmentVariable
 from cluster.launch.local import build_local_plan
-from cluster.launch.runner import open_links
-from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files
+from cluster.plan import LaunchPlan, NodePlan, with_files
 from cluster.testbed.testbed import Testbed
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig, TrainConfig
@@ -257,7 +257,7 @@ def start_leader(path: Path, *flags: str, **more: str) -> subprocess.Popen[bytes
 def main(path: str, *flags: str) -> int:
     """Lead the run in folder `path` from a process of its own, which can be told to stop, and killed."""
     run = open_run(Path(path))
-    plan = read_launch_plan(run.path)
+    plan = read_run_plan(run.path)
     links, manner = open_links(plan, run), Manner(detached="--detached" in flags, timing=HURRIED)
     with StopRequests().listening() as stop:
         return control(plan, run, links, LaunchObserver(), stop, manner).exit_code

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.attention.executor import Execution
 from engine.attention.transport import P2POp
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import LinkBytes
+from engine.planning.topology import Topology
 
 
 class PlanError(Exception):

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
-from engine.planning.time.machine import Peak
+from engine.predict.machine import Peak
 from engine.training.metrics import StepMeter
 from engine.training.trainer import step_cost
 from testkit.tiny_training import TinyRun, own_part, start_run

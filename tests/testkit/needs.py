@@ -66,14 +66,26 @@ def _reason(needs: Iterable[str]) -> str:
     return _PREFIX + ", ".join(missing) if missing else ""
 
 
-def closing_line(reasons: Iterable[str]) -> str:
-    """One sentence about the tests that were skipped for these reasons; "" when no need was the reason."""
+def missing_packages() -> set[str]:
+    """The packages of packages.txt that bring a command which the machine lacks."""
+    return {package for command, package in read_packages().items() if is_missing(command)}
+
+
+def closing_line(reasons: Iterable[str], lacking: Iterable[str]) -> str:
+    """One sentence about the tests that were skipped for these reasons; "" when no need was the reason.
+
+    Where a package is missing, all those that the machine is `lacking` are named: a test that is skipped for one does
+    not reach what it would need next, such as Slurm after sshd.
+    """
     wanting = [reason.removeprefix(_PREFIX).split(", ") for reason in reasons if reason.startswith(_PREFIX)]
     needs = {need for missing in wanting for need in missing}
     packages = read_packages()
     parts = [words for need, (words, _) in ABILITIES.items() if need in needs]
-    if missing := sorted({packages.get(need, need) for need in needs - set(ABILITIES)}):
-        parts.append(f"packages (apt-get install {' '.join(missing)})")
+    missing = {packages.get(need, need) for need in needs - set(ABILITIES)}
+    if missing & set(packages.values()):
+        missing |= set(lacking)
+    if missing:
+        parts.append(f"packages (apt-get install {' '.join(sorted(missing))})")
     tests = "1 test was skipped: it needs" if len(wanting) == 1 else f"{len(wanting)} tests were skipped: they need"
     return f"{tests} {', '.join(parts)}" if parts else ""
 
@@ -92,7 +104,7 @@ class ClosingLine:
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         yield
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-        if terminal and (line := closing_line(self._reasons)):
+        if terminal and (line := closing_line(self._reasons, missing_packages())):
             terminal.write_line(line)
 
 

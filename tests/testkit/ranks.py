@@ -46,7 +46,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.tensor.parallel",
     "engine.training.trainer",
-    "engine.planning.time.replay",
+    "engine.predict.replay",
     "pytest",
 )
 MAX_WORKERS = 7  # of all pools together; the pool used least recently is closed first

@@ -22,9 +22,9 @@ from engine.config.settings import (
     TrainConfig,
 )
 from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.distributed.mesh import Mesh, build_mesh
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import build_model
-from engine.parallel.mesh import Mesh, build_mesh
+from engine.parallel.parallelize import build_model
 from engine.training.train_step import RankBatch, TrainStep, count_batches
 from testkit.sections import changed
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.checks.check import GIB, Check, CheckGroup, Finding, gib, known
 from cluster.checks.groups.host import CRIPPLING, VERSIONS, judge_room
+from cluster.env.plan import is_mounted
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
@@ -66,6 +67,46 @@ IMAGE = python_question(
     + r"""
 (told,) = ask("image", "inspect", "--", os.environ.get("BURST_IMAGE", ""))
 print(json.dumps({key: told[key] for key in ("Id", "Architecture", "Os", "Created", "RootFS", "Config", "Size")}))
+""",
+)
+
+NCCL_CONF = "/etc/nccl.conf"
+# The container is made and never started: an image need not have a program that prints a file, and none of it is run.
+IMAGE_FILES = python_question(
+    "host.image_files",
+    30,
+    _ASKING
+    + f"path = {NCCL_CONF!r}\n"
+    + r"""
+import io, tarfile, uuid
+
+name, image = "burst-look-" + uuid.uuid4().hex, os.environ.get("BURST_OPENED_IMAGE")
+if not image:
+    print(json.dumps({"conf": ""}))
+    sys.exit()
+
+
+def call(*words):
+    return subprocess.run([*command, *words], stdin=subprocess.DEVNULL, capture_output=True)
+
+
+if shutil.which(command[0]) is None:
+    sys.exit("not installed")
+made = call("create", "--name", name, "--pull", "never", "--network", "none", "--", image, "none")
+if made.returncode:
+    sys.exit(made.stderr.decode(errors="replace") or 1)
+try:
+    copied = call("cp", name + ":" + path, "-")
+finally:
+    call("rm", "-f", "-v", name)
+trouble, text = copied.stderr.decode(errors="replace") if copied.returncode else "", ""
+if not trouble:
+    with tarfile.open(fileobj=io.BytesIO(copied.stdout)) as packed:
+        file = packed.extractfile(packed.next())
+        text = file.read(1 << 16).decode(errors="replace") if file else sys.exit(path + " is no file")
+elif not re.search("could not find|could not be found|no such file", trouble.lower()):
+    sys.exit(trouble)
+print(json.dumps({"conf": text}))
 """,
 )
 
@@ -145,13 +186,25 @@ def check_image(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 def check_image_nccl(check: Check, facts: NodeFacts) -> list[Finding]:
-    """The image sets no variable of NCCL (ENV of its Dockerfile) that switches a fast path off in every rank."""
-    if not facts.in_containers or facts.config.container.image is None:
+    """The image sets no variable of NCCL (ENV of its Dockerfile, or /etc/nccl.conf in it) that switches a fast path off
+    in every rank."""
+    container = facts.config.container
+    if not facts.in_containers or container.image is None:
         return [check.skip(_NOT_NEEDED if not facts.in_containers else "cluster.container.image is not set")]
     if known(read_image, facts) is None:
         return [check.skip("see host.image")]
     settings = facts.section(IMAGE).read(lambda told: [str(one) for one in told["Config"].get("Env") or ()])
-    bad = [one_line(one, 200) for one in settings if CRIPPLING.get(one.partition("=")[0]) == one.partition("=")[2]]
+    found = dict.fromkeys(settings, "")
+    if not is_mounted(NCCL_CONF, container):  # a mounted one takes the place of the image's; host.nccl_conf judges it
+        lines = facts.section(IMAGE_FILES).read(lambda told: str(told["conf"]).splitlines())
+        names = {one.partition("=")[0] for one in settings}  # the environment wins over the file
+        pairs = ((name.strip(), value.strip()) for name, _, value in (line.partition("=") for line in lines))
+        found |= {f"{name}={value}": f" ({NCCL_CONF} in the image)" for name, value in pairs if name not in names}
+    bad = [
+        f"{one_line(one, 200)}{place}"
+        for one, place in found.items()
+        if CRIPPLING.get(one.partition("=")[0]) == one.partition("=")[2]
+    ]
     if not bad:
         return [check.ok("none")]
     return [check.expecting("none").warn(", ".join(bad), "build the image without it, or know why it is there")]
@@ -186,6 +239,11 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
     return {"BURST_ENGINE": config.container.command, "BURST_IMAGE": config.container.image}
 
 
+def _opened_settings(config: ClusterConfig) -> Mapping[str, str | None]:
+    image = config.container.image if config.container.runtime == "docker" else None
+    return {**_settings(config), "BURST_OPENED_IMAGE": image}
+
+
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     image = known(read_image, facts) if facts.in_containers else None
     return {} if image is None else {VERSIONS: f"image {image.identity[:12]}"}
@@ -194,10 +252,12 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 GROUPS = (
     CheckGroup(
         "host",
-        (check_docker, check_docker_disk, check_docker_gpu, check_image, check_image_nccl),
+        (check_docker, check_docker_disk, check_docker_gpu, check_image),
         questions=(ENGINE, IMAGE),
         settings=_settings,
         traits=_traits,
         compare=_compare,
     ),
+    # Apart: a launch does not make a container to look into.
+    CheckGroup("host", (check_image_nccl,), questions=(IMAGE, IMAGE_FILES), settings=_opened_settings),
 )

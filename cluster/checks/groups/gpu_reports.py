@@ -16,15 +16,17 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError, Question, Section, SectionState, UnreadableError
 
 # Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors), immediate actions:
-# RESET_GPU, and the workflows of 48 and 74, which end in one. 167 and 169 have no action there yet; they are the PCIe
-# form of 158 and the SEC2 form of 62. What the catalogue answers by RESTART_APP or IGNORE is a warning.
+# RESET_GPU, and the workflows of 48 and 74, which end in one. What the catalogue answers by RESTART_APP or IGNORE is a
+# warning. Our own judgement, as the catalogue leaves the action of both empty: 167, PCIE_FATAL_TIMEOUT, is treated as
+# 158, GPU_FATAL_TIMEOUT; 169, SEC2_HALT_ERROR, as 62, the halt of another controller of the GPU.
 FALLEN_XID, RECOVERY_XID = 79, 154  # the text of the second says what has to be done
 RESET_XIDS = frozenset(
     {46, 48, 62, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158, 167, 169},
 )
 REBOOT_XIDS = frozenset({FALLEN_XID, 151, 168})
-# 54, CHECK_MECHANICALS: the board has no auxiliary power. 157, CONTACT_SUPPORT: a failed part can no longer be replaced
-# by a spare one, so that the same error may end every run.
+# 54, CHECK_MECHANICALS: the board has no auxiliary power. 157, RESOURCE_RETIREMENT_FAILURE: spares are used up. Its
+# immediate action is IGNORE (programs may run and meet the same error again), the next one CONTACT_SUPPORT. Our own
+# judgement: no GPU for a long run.
 REPLACE_XIDS = frozenset({54, 157})
 # NVLink 5 (B100, GB200): the text grades the error, and the catalogue answers every "Fatal" and "Link Fatal" by
 # RESET_GPU. Where an error that is not fatal needs more than a restart, Xid 154 follows and says so.
@@ -34,7 +36,8 @@ _ERROR = re.compile(r"\b(S?Xid) \((?:PCI:)?([^)]+)\): *(\d{1,6})\b,?(.*)")
 _FALLEN = re.compile(r"fallen off the bus", re.IGNORECASE)
 # Status codes of NVIDIA's open kernel modules (nvstatuscodes.h): the driver refuses all work on the GPU until a reset.
 _RESET_REQUIRED = re.compile(r"\bNV_ERR_RESET_REQUIRED\b")
-# The driver could not set the GPU up: it is not there for any program.
+# The driver could not set the GPU up: it is not there for any program. The catalogue is of Xids alone and has no action
+# for it; that a reboot comes first is our own judgement, as a GPU that is not set up cannot be reset.
 _NOT_SET_UP = re.compile(r"RmInitAdapter failed|rm_init_adapter\b.*\bfailed", re.IGNORECASE)
 _FATAL = re.compile(r"(?<![\w-])fatal\b", re.IGNORECASE)  # and neither `Nonfatal` nor `Non-fatal`
 _CHANGE = re.compile(r"\bto 0x[0-9a-f]+ \(([^)]*)\)", re.IGNORECASE)

@@ -193,8 +193,11 @@ def check_counters(check: Check, view: FabricView) -> list[Finding]:
     """Errors that are being counted now, over two looks; what a counter stands at may be years old."""
 
     def judge(check: Check, port: HcaPort) -> Finding | None:
-        # The kernel makes this folder for drivers that answer management datagrams (`process_mad`, see core/sysfs.c of
-        # drivers/infiniband): mlx4, mlx5, hfi1, qib. Not for EFA, bnxt_re, irdma, rxe, siw, erdma, mana and hns.
+        # The kernel makes this folder for drivers that answer management datagrams, and only in the network namespace
+        # of the device. Source: Linux, drivers/infiniband/core/sysfs.c (`ops.process_mad && is_full_dev`) and the
+        # ib_device_ops of drivers: mlx4, mlx5, hfi1, qib, bnxt_re since 6.15, rxe of late. Not efa, irdma, siw, erdma,
+        # mana and hns, which only have hw_counters. A driver that answers no datagram about errors (qedr, rxe) reads
+        # like a failed adapter, EINVAL: unknown.
         if not port.has_counters:
             return check.skip("its driver has no error counters")
         if "link_downed" not in port.errors:

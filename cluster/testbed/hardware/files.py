@@ -6,18 +6,13 @@ BURST_PROBE_ROOT goes before /sys, /proc, /etc and /dev in what a probe reads of
 from __future__ import annotations
 
 import posixpath
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.testbed.hardware.devices import NO_HARDWARE, build_hardware
 from cluster.testbed.templates import render
-from cluster.testbed.testbed import Node
 from engine.config.errors import ConfigError
-
-# What a probe looks for below the root and has no fake: there lies the node's own.
-_OWN = ("etc/nccl.conf", "proc/mounts", "proc/net")
 
 
 @dataclass(frozen=True)
@@ -59,20 +54,6 @@ def hardware_files(profile: str, node: str, number: int, faults: Iterable[str] =
 def pci_folder(path: tuple[str, ...]) -> str:
     """The folder of a PCI device: `sys/devices/pci0000:15/0000:15:01.0/.../0000:1b:00.0`."""
     return "/".join((f"sys/devices/pci{path[0][:7]}", *path))
-
-
-def lay_hardware(node: Node, faults: Iterable[str] = ()) -> None:
-    """Put the files of the node's hardware, with these faults, in the place of those that are there."""
-    files = hardware_files(node.testbed.spec.hardware, node.name, node.number, faults)
-    if files:
-        files |= {f"root/{path}": FakeFile(link_to=f"/{path}") for path in _OWN}
-    places = {"root": node.fake, "bin": node.bin}
-    for path in places.values():
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-    for name, file in files.items():
-        place, _, rest = name.partition("/")
-        file.write(places[place] / rest)
 
 
 def _parse(tree: str) -> dict[str, FakeFile]:

@@ -1,1 +1,1 @@
-"""From settings to one attention method."""
+"""Attention methods: presets, their legal settings, and which rows and layers a method has."""

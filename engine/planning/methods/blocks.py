@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config.settings import RunConfig
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Grid, padded_length
 from engine.planning.program.buffers import Rows
-from engine.planning.visibility.layers import LayerAttention
+from engine.planning.topology import Grid, padded_length
 from engine.planning.visibility.layout import Layout, build_layout, shard_rows, split_for_heads
 from engine.planning.visibility.mask import Mask
 

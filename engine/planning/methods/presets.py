@@ -22,9 +22,9 @@ from engine.config.settings import (
     RunConfig,
     Store,
 )
-from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
-from engine.planning.methods.topology import Grid, Topology, divisors, padded_length
+from engine.planning.checkpoint_policy import checkpoint_kinds, recompute_cut
 from engine.planning.program.ops import Kind, TokenBytes
+from engine.planning.topology import Grid, Topology, divisors, padded_length
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 # Over all ranks of a head group. Hides 16-bit transfers over PCIe 5 behind the kernels of an H100; about 12K suffice.
@@ -215,8 +215,8 @@ def local_heads(model: ModelConfig, tp_size: int) -> ModelConfig:
 
 
 def tile_tokens_of(config: RunConfig, method: AttentionMethod) -> int | None:
-    """Rows at a time that the layers of a run work on (`engine.model.checkpointed`); None: all. Raises ConfigError
-    where they cannot.
+    """Rows at a time that the layers of a run work on (`engine.activations.checkpointed`); None: all. Raises
+    ConfigError where they cannot.
     """
     tile_tokens = config.memory.tile_tokens or method.chunk_tokens
     if tile_tokens is None and method.preset == "alst":

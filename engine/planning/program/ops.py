@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.config.settings import Store
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 
 if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
     from engine.planning.visibility.mask import Band

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from engine.planning.visibility.layout import Layout
-    from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.mask import Mask
 
 Costs = npt.NDArray[np.int64]  # visible pairs per chunk
 Assignment = npt.NDArray[np.int64]  # [size, chunks per rank]: chunk numbers
@@ -40,19 +37,6 @@ def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list
     assignment = _solve(np.diff(_pairs_before(masks, edges)), size)
     edges = edges[:: total // assignment.size]
     return [[range(int(edges[c]), int(edges[c + 1])) for c in row] for row in np.sort(assignment, axis=1).tolist()]
-
-
-def ring_rank_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
-    """Visible pairs of the queries that every rank of the layout holds, exactly."""
-    return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
-
-
-def _segment_pairs(mask: Mask, segment: range) -> int:
-    if segment.step == 1:
-        before, after = mask.pairs_before(np.array([segment.start, segment.stop]))
-        return int(after - before)
-    positions = np.arange(segment.start, segment.stop, segment.step)
-    return int((mask.pairs_before(positions + 1) - mask.pairs_before(positions)).sum())
 
 
 def _solve(costs: Costs, size: int) -> Assignment:

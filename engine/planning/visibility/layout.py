@@ -18,16 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config.settings import LayoutName
 from engine.planning.visibility.balance import balanced_ranges
-
-if TYPE_CHECKING:
-    from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.mask import Mask
 
 
 @dataclass(frozen=True)

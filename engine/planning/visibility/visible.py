@@ -266,3 +266,16 @@ def _merged(boxes: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, 
         else:
             merged.append(box)
     return merged
+
+
+def ring_rank_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
+    """Visible pairs of the queries that every rank of the layout holds, exactly."""
+    return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
+
+
+def _segment_pairs(mask: Mask, segment: range) -> int:
+    if segment.step == 1:
+        before, after = mask.pairs_before(np.array([segment.start, segment.stop]))
+        return int(after - before)
+    positions = np.arange(segment.start, segment.stop, segment.step)
+    return int((mask.pairs_before(positions + 1) - mask.pairs_before(positions)).sum())

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.parallel.waits import WaitClock
+from engine.distributed.waits import WaitClock
 
 MAX_ENTRIES = 50
 MAX_TENSORS = 4

@@ -1,13 +1,16 @@
 """Status files that a rank writes while it runs, even while it hangs: its position, stacks and collectives.
 
     logs/<node>/rank<NNNN>.status.json   {rank, pid, node, step, phase, micro_step, advances, ended}, replaced
-    logs/<node>/rank<NNNN>.stacks        on SIGUSR1 faulthandler appends the stacks of all threads; written by a signal
-                                         handler in C, so also while something holds the interpreter
-    logs/<node>/rank<NNNN>.flight.json   answer to logs/<node>/flight.request, whose content is a nonce
+    logs/<node>/rank<NNNN>.stacks        the stacks of all threads, appended by faulthandler: on request by a thread of
+                                         the rank; on SIGUSR1 by a signal handler in C, so also while something holds
+                                         the interpreter
+    logs/<node>/rank<NNNN>.flight.json   the answer to a request, written after the stacks
+    logs/<node>/flight.request           the request, whose content is a nonce
 
 SIGUSR1 kills a process without the handler, so send it only if the first line of the .stacks file names the process's
-pid. Nothing here may end a rank: with a full disk or a missing folder the report is lost, not the run. Standard library
-only.
+pid, and only to a rank that does not answer the request: a signal handler reads the frames of threads that run
+meanwhile, which crashes a process about once in 4,000 dumps. Nothing here may end a rank: with a full disk or a missing
+folder the report is lost, not the run. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.parallel.waits import WaitClock
+from engine.distributed.waits import WaitClock
 from engine.runs.oom import RESERVE_BYTES
 from engine.training.rank.faults import NO_FAULTS, Faults
 from engine.training.rank.flight import flight_record
@@ -95,9 +98,10 @@ class RankReport:
         self._file, self._flight = log.with_suffix(".status.json"), log.with_suffix(".flight.json")
         self._request = log.with_name(REQUEST_NAME)
         self._stop = threading.Event()
+        self._stacks: int | None = None
         with contextlib.suppress(OSError):
             log.parent.mkdir(parents=True, exist_ok=True)
-            _listen_for_stacks(log.with_suffix(".stacks"), f"# rank {who['rank']}, pid {who['pid']}\n")
+            self._stacks = _listen_for_stacks(log.with_suffix(".stacks"), f"# rank {who['rank']}, pid {who['pid']}\n")
         with contextlib.suppress(OSError):
             self._flight.unlink(missing_ok=True)  # of an earlier attempt
         self._answered = _read_nonce(self._request)
@@ -122,6 +126,9 @@ class RankReport:
             nonce = _read_nonce(self._request)
             if nonce is not None and nonce != self._answered:
                 self._answered = nonce
+                if self._stacks is not None:
+                    # This thread holds the GIL meanwhile, so no frame changes while it is read.
+                    faulthandler.dump_traceback(self._stacks, all_threads=True)
                 _replace(self._flight, {"nonce": nonce, **self._who, **self._record()})
 
     def _write(self) -> None:
@@ -136,11 +143,12 @@ class RankReport:
             return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _listen_for_stacks(path: Path, first_line: str) -> None:
-    """Make SIGUSR1 write stacks to `path`, which stays open for the life of the process."""
+def _listen_for_stacks(path: Path, first_line: str) -> int:
+    """Make SIGUSR1 write stacks to `path`; return its descriptor, which stays open for the life of the process."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
     os.write(descriptor, first_line.encode())
+    return descriptor
 
 
 def _read_nonce(path: Path) -> str | None:

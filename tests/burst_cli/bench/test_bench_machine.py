@@ -17,7 +17,7 @@ from testkit.terminal import lines_of, text_of
 
 from burst_cli.app import main
 from burst_cli.bench.view import machine_view
-from engine.planning.time.machine import find_machine, machine_fields
+from engine.predict.machine import find_machine, machine_fields
 
 SMALL = ("--heads", "2", "--head-dim", "16", "--seconds", "0.1")
 

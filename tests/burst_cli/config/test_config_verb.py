@@ -10,7 +10,8 @@ from testkit.command_line import Burst
 
 from burst_cli.compose import compose
 from engine.config.schema import walk_fields
-from engine.config.settings import LayoutName, PresetName, RunConfig, config_fingerprint, config_from_dict
+from engine.config.settings import LayoutName, PresetName, RunConfig, config_from_dict
+from engine.runs.record import config_fingerprint
 
 
 def test_output_is_yaml_or_json_and_names_the_source_of_each_value(burst: Burst) -> None:

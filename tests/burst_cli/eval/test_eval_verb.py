@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from testkit.saved_checkpoints import save_checkpoint
 
-from burst_cli.eval.request import evaluation_base, weights_of
+from burst_cli.checkpoint.weights import weights_of
+from burst_cli.eval.request import evaluation_base
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import (
     AttentionConfig,

@@ -10,7 +10,8 @@ import pytest
 from testkit.command_line import Burst
 from testkit.run_maker import make_run, plan_adapters
 
-from burst_cli.launch.launching import conclude, socket_fallbacks
+from burst_cli.launch.launching import conclude
+from burst_cli.runs.nccl_network import socket_fallbacks
 from cluster.control.link import LaunchOutcome
 from engine.runs.folder import RunFolder
 

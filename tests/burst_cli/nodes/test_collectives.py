@@ -20,7 +20,7 @@ from testkit.testbed_fixture import MakeTestbed, Testbeds
 from burst_cli.nodes.collectives import collectives_view, judged
 from cluster.testbed.faults import set_fault
 from cluster.testbed.testbed import Testbed
-from engine.bench.collectives import SIZES, exchange_pairs, measure_collectives, plan_rounds, sweep
+from engine.bench.collective_times import SIZES, exchange_pairs, measure_collectives, plan_rounds, sweep
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_from_dict
 from engine.runs.folder import RunFolder, create_run, open_run
@@ -134,7 +134,7 @@ def test_a_dry_run_shows_the_launch_and_creates_nothing(burst, testbed4: Testbed
     plan = json.loads(result.out)
     assert [node["name"] for node in plan["nodes"]] == list(testbed4.node_names)
     assert Path(plan["path"]).parent == clean_home / "runs" / "collectives"
-    assert all("engine.collectives" in node["command"] for node in plan["nodes"])
+    assert all("engine.bench.collectives" in node["command"] for node in plan["nodes"])
     assert not (clean_home / "runs").exists()
 
 

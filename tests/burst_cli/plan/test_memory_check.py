@@ -21,12 +21,12 @@ from cluster.launch.local import build_local_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
-from engine.planning.memory.auto import resolve_memory
-from engine.planning.memory.predictor import Capacity, Gpu, Hardware, MemoryPrediction, shared_predictor
-from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import find_machine
-from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology
+from engine.predict.flops import StepTime
+from engine.predict.machine import find_machine
+from engine.predict.memory import Capacity, Gpu, Hardware, MemoryPrediction, shared_predictor
+from engine.predict.step_time import predict_step
+from engine.resolve.memory import resolve_memory
 
 GIB = 2**30
 GPUS = ClusterConfig(ranks_per_node=4, backend="nccl")

@@ -19,7 +19,9 @@ from engine.runs.folder import create_run
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return hugging_face_folder(tmp_path / "[b]mine")
+    folder = hugging_face_folder(tmp_path / "[b]mine")
+    train_bpe(["the quick brown fox"], 270).save(folder)
+    return folder
 
 
 def test_a_model_is_shown_as_a_configuration_that_can_be_written(burst, folder: Path, tmp_path: Path) -> None:
@@ -49,6 +51,25 @@ def test_a_model_is_shown_as_a_configuration_that_can_be_written(burst, folder: 
         {key: settings[key] for key in settings if key != "init_from"},
     )
     assert "no weights to begin with" in without.err
+
+
+def test_a_truncated_tokenizer_is_refused_by_file(burst, folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text()[:-100])
+    done = burst("model", str(folder))
+    assert done.code == 2
+    assert str(file) in done.err, "the damaged file is named"
+    assert "line" in done.err, "the place in the file is named"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_a_chat_template_that_is_no_jinja_is_refused_by_file(burst, folder: Path, name: str) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{{ bos_token }}\n{% for message in messages %}\n{{ message }\n{% endfor %}")
+    done = burst("model", str(folder))
+    assert done.code == 2
+    assert f"line 3: the chat template {folder / name} is not valid Jinja" in done.err
 
 
 def test_a_model_is_saved_as_an_option_of_the_group_model(burst, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +109,12 @@ def test_weights_are_exported(burst, run: Path, tmp_path: Path) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     np.testing.assert_array_equal(found["model.embed_tokens.weight"], np.arange(24, dtype=np.float32).reshape(6, 4))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_a_bar_of_progress_leaves_no_lines_in_a_pipe(burst, run: Path, tmp_path: Path) -> None:
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "out"))
+    lines = done.err.splitlines()
+    assert "" not in lines, f"empty lines on stderr: {lines}"
 
 
 def test_an_exported_model_of_conversations_has_its_chat_template(burst, run: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from burst_cli.compose import compose
-from engine.planning.memory.predictor import find_hardware
 from engine.planning.methods.presets import PRESETS
-from engine.planning.time.flops import attention_pairs, step_flops
+from engine.predict.flops import attention_pairs, step_flops
+from engine.predict.memory import find_hardware
 from engine.runs.figures import binary_bytes
 
 QUICK = ("--memory-by", "none")

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from burst_cli.plan.candidates import Plan, plan_one
 from burst_cli.plan.schedule_picture import schedule_figure, shown_ranks
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 
 ROW = 2.32  # a tile, three lanes, and the gap before the next row
 

@@ -264,3 +264,11 @@ def test_narrow_table_of_many_runs_keeps_speed_loss_and_mfu_and_says_that_there_
         assert ("1.67K (1.46K…2.08K)" in table, "50%" in table, "1.0000" in table) == (True, True, True)
     monkeypatch.setenv("COLUMNS", "248")  # all have room
     assert "Where columns" not in burst("report").out
+
+
+def test_a_report_in_a_pipe_is_no_wider_than_people_read(burst, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    make_methods(tmp_path / "runs")
+    lines = burst("report", "--runs-dir", str(tmp_path / "runs")).out.splitlines()
+    assert max(map(len, lines)) <= 160
+    assert any("report.csv every figure" in line for line in lines), "where the other columns are is not said"

@@ -11,10 +11,10 @@ import pytest
 from report_samples import make_run, variant
 from testkit.terminal import lines_of
 
-from burst_cli.eval.view import evaluation_lines, evaluation_tables, evaluation_view
 from burst_cli.report.build import build_report
 from burst_cli.report.effective import effective_time
 from burst_cli.report.write import parts_of
+from burst_cli.runs.evaluation import evaluation_lines, evaluation_tables, evaluation_view
 from engine.runs.folder import RunFolder
 
 DEPTHS = [

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from burst_cli.runs.sweeps import SweepFolder
 from burst_cli.sweep.plan import Cell, SweepPlan
 from burst_cli.sweep.request import SweepRequest
 from burst_cli.sweep.runner import Lane, SweepRunner
-from burst_cli.sweep.store import SweepFolder, open_sweep
+from burst_cli.sweep.sweeping import open_sweep
 from cluster.control.attempt import StopRequests
 from engine.config.settings import RunConfig
 

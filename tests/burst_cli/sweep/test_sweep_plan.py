@@ -19,9 +19,9 @@ from cluster.launch.local import probe_local_node
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.planning.memory.predictor import Hardware, MemoryPrediction
-from engine.planning.methods.topology import Topology
-from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology
+from engine.predict.memory import Hardware, MemoryPrediction
+from engine.predict.step_time import predict_step
 
 
 class Judge:

@@ -19,9 +19,10 @@ from testkit import ROOT
 from testkit.command_line import Burst
 from testkit.waiting import wait_for
 
+from burst_cli.runs.sweeps import SweepError, SweepFolder, find_sweep
 from burst_cli.sweep.request import Retry, SweepRequest
 from burst_cli.sweep.runner import Lane, SweepRunner, last_words
-from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
+from burst_cli.sweep.sweeping import open_sweep
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder, create_run, list_runs
 

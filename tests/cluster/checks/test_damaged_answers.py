@@ -37,6 +37,7 @@ RESTS_ON: Mapping[str, Set[str]] = {
     "env_live": {"host.nccl_conf"},  # in a container the ranks see none of the node's files
     "host.docker": names("host", "docker docker_disk docker_gpu image"),
     "host.image": {"host.image", "host.image_nccl"},
+    "host.image_files": {"host.image_nccl"},
     "ib.ports": PORTS,  # without them nobody knows whose log lines matter
     "ib.gpudirect": {"ib.gpudirect"},
     "net.links": {"net.interface"},

@@ -52,7 +52,7 @@ def verdicts(facts: NodeFacts, *names: str) -> list[Verdict]:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[str, ...]) -> None:
     facts = ask(tmp_path, shell=shell, config=BARE)
-    assert len(facts.probe.sections) == 7
+    assert len(facts.probe.sections) == 8
     assert not [one for one in in_groups(check(facts.probe, BARE), "host") if one.severity is Verdict.UNKNOWN]
     system = read_system(facts)
     assert system.memory[0] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -146,3 +146,14 @@ def test_engine_and_image_of_a_real_daemon(tmp_path: Path) -> None:
         assert (read_image(facts), verdicts(facts, "docker", "image")) == (pushed, [Verdict.OK] * 2)
     lost = ask(tmp_path, "docker", "image", config=config)
     assert verdicts(lost, "docker", "image") == [Verdict.FAIL, Verdict.UNKNOWN]
+
+
+@pytest.mark.parametrize("settings", ["", "NCCL_P2P_DISABLE=1\n"], ids=["without", "with"])
+def test_nccl_conf_inside_an_image_is_read_from_a_real_daemon(tmp_path: Path, settings: str) -> None:
+    with launcher_engine() as engine:
+        config = replace(DOCKER, container=replace(DOCKER.container, command=f"docker -H {engine.host}"))
+        files = {"file": b"x"} | ({"etc/nccl.conf": settings.encode()} if settings else {})
+        engine("import", "-", "burst:cuda", stdin=tar_of(files))
+        facts = ask(tmp_path, "image", "image_files", config=config)
+        assert verdicts(facts, "image_nccl") == [Verdict.WARN if settings else Verdict.OK]
+        assert engine("ps", "-aq") == "", "the container that was looked into is left behind"

@@ -178,6 +178,11 @@ $CONF={"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}} | SKIP host.nccl_conf: ranks
 $CONF={"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}} & cluster.container.mounts=["/etc/nccl.conf"]
     | WARN host.nccl_conf: NCCL_P2P_DISABLE=1 (/etc/nccl.conf); expected: none
 host.image/Config.Env=["A=1", "NCCL_IB_DISABLE=1"] | WARN host.image_nccl: NCCL_IB_DISABLE=1; expected: none
+host.image_files/conf=NCCL_P2P_DISABLE = 1 | WARN host.image_nccl: NCCL_P2P_DISABLE=1 (/etc/nccl.conf in the image)
+host.image_files/conf=# NCCL_P2P_DISABLE=1 | OK host.image_nccl: none
+# the environment of the image wins over the file, and a mounted file takes its place
+host.image_files/conf=NCCL_P2P_DISABLE=1 & host.image/Config.Env=["NCCL_P2P_DISABLE=0"] | OK host.image_nccl: none
+host.image_files/conf=NCCL_P2P_DISABLE=1 & cluster.container.mounts=["/etc/nccl.conf"] | OK host.image_nccl: none
 [h100x8 bare]
 env_live!0 | OK host.nccl_conf: none
 $CONF={"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}}

@@ -69,6 +69,22 @@ def test_all_addresses_of_an_interface_are_read(tmp_path: Path) -> None:
     assert sorted(lo.addresses) == sorted(re.findall(r"inet (\S+)", listed))
 
 
+def test_ipv6_addresses_that_others_can_reach_are_read(tmp_path: Path) -> None:
+    # In a network namespace of its own, where lo has ::1, too, of which other nodes have no use.
+    adding = "ip link set lo up && ip -6 address add fd00::5/64 dev lo nodad"
+    shell = ("unshare", "--map-root-user", "--net", "sh", "-c", f"{adding} && exec sh -s")
+    (lo,) = read_network(ask_here([LINKS], tmp_path, shell=shell).section(LINKS.name)).interfaces
+    assert lo.ipv6_addresses == ("fd00::5/64",)
+
+
+@pytest.mark.parametrize("wanted", [None, "eth0"])
+def test_a_node_with_ipv6_alone_is_refused_by_that_name(wanted: str | None) -> None:
+    alone = link("eth0") | {"ipv6_addresses": ["fd00::5/64"]}
+    choice = explain_interface(read([LO, alone]).interfaces, wanted)
+    assert choice.interface is None
+    assert "eth0 has IPv6 addresses alone (fd00::5/64), but ranks meet over IPv4" in choice.reason
+
+
 @pytest.mark.parametrize("addresses", [("169.254.7.7/16", "10.0.0.5/24"), ("10.0.0.5/24", "169.254.7.7/16")])
 def test_address_that_the_interface_gave_itself_is_passed_over(addresses: tuple[str, str]) -> None:
     choice = explain_interface(read([LO, link("eth0", *addresses)], [["eth0", True, True, 0]]).interfaces)

@@ -18,10 +18,13 @@ from testkit import PYTHON_PATH
 from testkit.connections import LocalConnection
 from testkit.fake_plan import run_config
 
-from cluster.agent.survey import find_data, find_room
+from cluster.agent import survey
+from cluster.agent.survey import find_data, find_disk, find_room, has_checkpoint, network_source, unfinished_bytes
 from cluster.checks.launch import Offer, launch_group, read_offer
 from cluster.survey.facts import NodeFacts, survey_node
 from engine.data.sources import list_files
+from engine.pretrained.folder import TOKENIZER_FILE, VOCABULARY_FILES
+from engine.runs.checkpoints import CheckpointError, find_source, recover
 
 Ask = Callable[..., Offer]
 
@@ -30,8 +33,8 @@ Ask = Callable[..., Offer]
 def ask(tmp_path: Path) -> Ask:
     """What this machine offers as node n1, its home in `tmp_path`."""
 
-    def run(data: dict[str, Any] | None = None, **cluster: Any) -> Offer:
-        config = run_config(cluster=cluster, **({} if data is None else {"data": data}))
+    def run(data: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **cluster: Any) -> Offer:
+        config = run_config(cluster=cluster, data=data or {}, train=train or {})
         with LocalConnection("n1", {"HOME": str(tmp_path)}) as connection:
             probe = survey_node(connection, launch_group(config).questions[-1:])
         return read_offer(NodeFacts(probe, config.cluster))
@@ -138,6 +141,12 @@ def test_nodes_are_asked_for_what_ranks_read(settings: dict[str, Any], files: li
     assert script.count('"path": ') == 1 + len(files)
 
 
+def test_a_run_that_has_begun_needs_the_source_that_it_began_with_no_more() -> None:
+    config = run_config(train={"checkpoint": {"resume_from": "/old/run"}})
+    for resumed, asked in ((None, '"source": "/old/run"'), ("20260101-000000-abcdef", '"source": null')):
+        assert asked in launch_group(config, resumed).questions[-1].script
+
+
 def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Path) -> None:
     path, body = tmp_path / "a.txt", b"x" * (3 << 20)
 
@@ -157,3 +166,72 @@ def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Pa
         (tmp_path / f"b{number}.txt").write_text("13")
         assert (data_facts(tmp_path, tmp_path)[0]["digest"] != whole) == is_read
         (tmp_path / f"b{number}.txt").write_text("12")
+
+
+def test_room_is_that_of_the_folder_of_checkpoints(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "occupied").touch()
+    for folder, expected in (("~/saved", ""), ("~/occupied/saved", f"{tmp_path}/occupied is not a folder")):
+        found = ask(train={"checkpoint": {"at_end": True, "folder": folder}}).checkpoint_room
+        assert found == (None if expected else pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2), expected)
+
+
+MOUNTS = """
+29 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+60 29 0:48 / /home rw,relatime shared:31 master:2 - nfs4 filer:/export/home rw,vers=4.2,addr=10.0.0.9
+61 29 0:49 / /scratch rw - lustre 10.0.0.8@o2ib:/scratch rw,flock
+62 29 0:50 / /tmp rw - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "source"),
+    [("0:48", "nfs4 filer:/export/home"), ("0:49", "lustre 10.0.0.8@o2ib:/scratch"), ("8:1", ""), ("0:50", "")],
+)
+def test_network_file_systems_have_one_name_on_all_nodes(device: str, source: str) -> None:
+    assert network_source(MOUNTS, device) == source
+
+
+def test_folders_of_one_disk_have_one_name_and_other_disks_another(tmp_path: Path) -> None:
+    assert find_disk(str(tmp_path)) == find_disk(str(tmp_path / "not" / "there")) != ""
+    assert find_disk(str(tmp_path)) != find_disk("/proc")
+
+
+def test_what_a_run_deletes_when_it_goes_on_is_what_counts_as_free(tmp_path: Path) -> None:
+    for name in ("step-00000004", "step-00000005.tmp-ab", "fetched-ab", "step-00000003.bad-ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank00000.safetensors").write_bytes(b"x" * 8192)
+    assert unfinished_bytes(str(tmp_path)) == 2 * 8192
+    recover(tmp_path)
+    assert unfinished_bytes(str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints", "run/checkpoints/step-00000004", "none", "run/logs", "."])
+def test_nodes_find_the_checkpoints_that_ranks_find(tmp_path: Path, path: str) -> None:
+    (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
+    (tmp_path / "run/logs").mkdir()
+    try:
+        is_found = bool(find_source(tmp_path / path))
+    except CheckpointError:
+        is_found = False
+    assert has_checkpoint(str(tmp_path / path)) is is_found
+
+
+def test_a_run_that_keeps_its_checkpoints_elsewhere_is_left_to_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {checkpoint: {folder: /saved}}")
+    assert has_checkpoint(str(tmp_path)) is None
+
+
+def test_nodes_tell_what_the_folder_of_first_weights_holds(tmp_path: Path) -> None:
+    assert survey.find_model(str(tmp_path / "none")) is None
+    assert survey.find_model(str(tmp_path))["problem"] == "No such file or directory"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert survey.find_model(str(tmp_path)) == {
+        "problem": "",
+        "config": {"model_type": "llama"},
+        "has_tokenizer": False,
+    }
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "vocab.json").touch()
+    damaged = survey.find_model(str(tmp_path))
+    assert (damaged["config"], damaged["has_tokenizer"]) == (None, True)
+    assert (TOKENIZER_FILE, *VOCABULARY_FILES) == survey.TOKENIZER_FILES, "the files that make a tokenizer"

@@ -35,7 +35,10 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import Gpu
+from engine.predict.memory import Gpu
+from engine.predict.room import checkpoint_bytes
+from engine.pretrained.shape import config_json
+from engine.runs.figures import binary_bytes
 
 BARE, DOCKER, NCCL = (run_config(cluster=CLUSTERS[name]) for name in ("bare", "docker", "nccl"))
 GLOO = run_config(cluster={"backend": "gloo"})
@@ -51,6 +54,10 @@ OFFER: Mapping[str, Any] = {
     "port": [23456, ""],
     "locks": {"another": "r7"},
     "data": [{"path": "/a", "files": 12, "bytes": 13, "digest": "d" * 64}],
+    "checkpoint_room": [100 << 30, ""],
+    "checkpoint_disk": "",
+    "has_source": None,
+    "model": None,
 }
 
 
@@ -285,3 +292,105 @@ def test_an_answer_that_lies_is_an_offer_or_unreadable(key: str, value: Any) -> 
 def test_a_path_that_would_leave_its_folder_is_no_answer(home: object) -> None:
     with pytest.raises(UnreadableError, match="no absolute path"):
         read_offer(offer({**OFFER, "home": home}))
+
+
+PART = checkpoint_bytes(RunConfig()) // 2  # of each of two nodes
+
+
+def free_disk(free: int, disk: str = "") -> Answer:
+    return node(f'{NAME}/checkpoint_room=[{free}, ""]', f"{NAME}/checkpoint_disk={disk}")
+
+
+def saving_config(**checkpoint: Any) -> RunConfig:
+    return run_config(cluster={"nodes": "n[1-2]", "num_nodes": 2}, train={"checkpoint": {"at_end": True, **checkpoint}})
+
+
+@pytest.mark.parametrize(
+    ("disks", "named"),
+    [
+        ([(PART - 1, "a"), (PART, "b")], "n1: launch.checkpoint: its part of a checkpoint takes"),
+        ([(PART, "a"), (PART, "a")], "n[1-2]: launch.checkpoint: a checkpoint takes"),
+        ([(2 * PART, "a"), (2 * PART - 1, "a")], "n[1-2]: launch.checkpoint: a checkpoint takes"),
+    ],
+)
+def test_a_node_whose_disk_holds_no_checkpoint_is_refused(disks: list[tuple[int, str]], named: str) -> None:
+    nodes = [free_disk(*disk) for disk in disks]
+    (problem,) = unfit(*nodes, config=saving_config())
+    assert str(problem).startswith(named), "the parts of all nodes that share a disk must fit there, and no more"
+    assert f"but ~/.burst/runs has {binary_bytes(min(disks)[0])} free; free space, then launch again" in str(problem)
+    assert fit(*nodes, config=saving_config(), force=True).warnings == (str(problem),)
+
+
+@pytest.mark.parametrize("disks", [("a", "b"), ("a", "a"), ("", "")])
+def test_disks_that_hold_their_parts_of_a_checkpoint_do(disks: tuple[str, str]) -> None:
+    free = 2 * PART if disks == ("a", "a") else PART
+    assert fit(*[free_disk(free, disk) for disk in disks], config=saving_config()).warnings == ()
+
+
+def test_a_folder_that_all_nodes_share_holds_the_whole_checkpoint() -> None:
+    cluster = {"nodes": "n[1-2]", "num_nodes": 2, "shared_folder": "/shared"}
+    checkpoint = {"at_end": True, "folder": "/shared/.burst-me/checkpoints"}
+    config = run_config(cluster=cluster, train={"checkpoint": checkpoint})
+    (text,) = problems(free_disk(PART, "a"), free_disk(PART, "b"), config=config)
+    assert text.startswith("n[1-2]: launch.checkpoint: a checkpoint takes")
+
+
+def test_room_for_one_checkpoint_and_not_for_all_that_are_kept_is_a_warning() -> None:
+    nodes = [free_disk(3 * PART - 1, "a"), free_disk(3 * PART, "b")]
+    (warning,) = fit(*nodes, config=saving_config(every_steps=1)).warnings
+    assert warning.startswith("n1: launch.checkpoint: its part of a checkpoint takes")
+    assert "lower train.checkpoint.keep_last" in warning
+
+
+def test_a_run_that_saves_nothing_needs_no_room_for_checkpoints() -> None:
+    assert fit(free_disk(0), free_disk(0)).warnings == ()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_named() -> None:
+    locked = node(f'{NAME}/checkpoint_room=[null, "/out is not writable"]')
+    (text,) = problems(locked, node(), config=saving_config(folder="/out"))
+    assert text.startswith("n1: launch.checkpoint: /out is not writable; set train.checkpoint.folder")
+
+
+def test_a_source_that_no_node_has_is_refused_before_ranks_start() -> None:
+    lost, held = node(f"{NAME}/has_source=false"), node(f"{NAME}/has_source=true")
+    config = saving_config(resume_from="/old/checkpoints")
+    (problem,) = unfit(lost, lost, config=config, force=True)
+    assert str(problem) == (
+        "n[1-2]: launch.source: train.checkpoint.resume_from=/old/checkpoints holds no checkpoints, expected on one "
+        "node at least a run folder or one of its checkpoints; copy them there, or name a folder that is there"
+    )
+    assert fit(lost, held, config=config).warnings == ()
+
+
+def with_weights(*, hidden_size: int = 256, **data: Any) -> RunConfig:
+    model = {"init_from": "/m", "hidden_size": hidden_size, "vocab_size": 512}
+    return run_config(model=model, data={"format": "text", "paths": ["/a"], **data})
+
+
+def model_folder(*, has_tokenizer: bool, document: dict[str, Any] | None = None, problem: str = "") -> Answer:
+    """A node whose /m holds the model of `with_weights`, or `document`."""
+    config = config_json(with_weights().model, seq_len=1024, window_tokens=None, dtype="float32")
+    told = {"problem": problem, "config": document or (None if problem else config), "has_tokenizer": has_tokenizer}
+    return node(f"{NAME}/model={json.dumps(told)}")
+
+
+@pytest.mark.parametrize(
+    ("config", "folder", "words"),
+    [
+        (with_weights(tokenizer="bytes"), {"has_tokenizer": True}, "data.tokenizer=bytes: the weights of"),
+        (with_weights(hidden_size=128), {"has_tokenizer": False}, "model.init_from=/m holds another model: model.hid"),
+        (with_weights(), {"has_tokenizer": False, "document": {"model_type": "gpt2"}}, "model.init_from: /m/config.js"),
+        (with_weights(), {"has_tokenizer": False, "problem": "Is a directory"}, "/m/config.json cannot be read: Is a"),
+    ],
+)
+def test_first_weights_that_contradict_the_run_are_refused_before_ranks_start(
+    config: RunConfig, folder: dict[str, Any], words: str
+) -> None:
+    (text,) = problems(*[model_folder(**folder)] * 2, config=config, force=True)
+    assert text.startswith(f"n[1-2]: launch.model: {words}")
+
+
+def test_first_weights_of_the_configured_model_fit() -> None:
+    assert fit(model_folder(has_tokenizer=False), config=with_weights(tokenizer="bytes")).warnings == ()
+    assert fit(model_folder(has_tokenizer=True), config=with_weights(tokenizer="/m")).warnings == ()

@@ -85,6 +85,7 @@ BY_HAND: dict[str, Any] = {
         "Config": {"User": "burst", "Env": ["A=1"]},
         "Size": 18 * GIB,
     },
+    "host.image_files": {"conf": ""},
 }
 
 

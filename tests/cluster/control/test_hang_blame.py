@@ -254,7 +254,7 @@ def test_a_rank_waits_where_its_main_thread_does_or_on_a_gpu_that_of_backward() 
     assert waits_in(parse_stacks(DUMP.replace("torch/distributed/", "numpy/"))) is None
     assert waits_in(parse_stacks(BACKWARD)) == "reduce_scatter_single"
     leading = ("_ops", "utils/_contextlib", "distributed/c10d_logger", "distributed/_tools/a")
-    names = [*(f"torch/{name}" for name in leading), "engine/parallel/waits", "lib/contextlib"]
+    names = [*(f"torch/{name}" for name in leading), "engine/distributed/waits", "lib/contextlib"]
     above = [Frame(f"/x/{name}.py", "1", "f") for name in names]
     for path, function, place in (
         ("engine/attention/transport", "wait", "a message of the attention"),

@@ -150,7 +150,7 @@ def test_the_end_of_a_link_is_told_once_also_when_it_never_began_and_the_pool_en
 
 
 def test_a_local_launch_does_not_load_what_ssh_takes():
-    code = "import sys, cluster.launch.runner, cluster.launch.local; sys.exit('paramiko' in sys.modules)"
+    code = "import sys, cluster.control.runner, cluster.launch.local; sys.exit('paramiko' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

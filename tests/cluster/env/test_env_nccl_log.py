@@ -8,8 +8,8 @@ import pytest
 from testkit.check_fakes import told
 
 from cluster.checks.check import Verdict
+from cluster.checks.nccl_log import check_nccl_log
 from cluster.env.hcas import HcaDecision
-from cluster.env.live import check_nccl_log
 from cluster.env.plan import NodeEnvironment
 from cluster.remote_text import clean_text
 from cluster.survey.rdma import HcaPort

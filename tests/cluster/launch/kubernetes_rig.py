@@ -12,8 +12,8 @@ from typing import Any
 
 from testkit import FAKE_PYTHON_PATH, KIT, write_program
 
-from cluster.launch.kubernetes import RUNNER
-from cluster.launch.runner import Asked
+from cluster.control.runner import Asked
+from cluster.launch.kubernetes.runner import RUNNER
 from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig, ContainerConfig, KubernetesConfig
 from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig

@@ -23,7 +23,7 @@ from testkit.process_table import run_processes, wait_until_gone
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control, request_cancel, settle
 from cluster.control.link import LaunchObserver
-from cluster.launch.runner import open_links
+from cluster.control.runner import open_links
 from cluster.plan import read_launch_plan
 from engine.runs.folder import RunFolder
 

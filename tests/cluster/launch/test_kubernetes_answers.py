@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod, with_container
 from testkit import ROOT
 
+from cluster.control.runner import Asked
 from cluster.failure import Failure
-from cluster.launch.kubernetes import RUNNER
-from cluster.launch.pods import Pod, PodFiles, read_answer
-from cluster.launch.runner import Asked
+from cluster.launch.kubernetes.pods import Pod, PodFiles, read_answer
+from cluster.launch.kubernetes.runner import RUNNER
 from cluster.launch.scheduler import SchedulerError
 from engine.runs.folder import RunFolder, create_run
 
@@ -186,7 +186,7 @@ sys.exit(3)
 """
 _STOPPED = """
 import os, signal, sys
-from cluster.launch.pod import main
+from cluster.launch.kubernetes.pod import main
 
 class Told(dict):
     def __getitem__(self, name):
@@ -214,7 +214,7 @@ def first_pod(tmp_path: Path, *words: str) -> tuple[RunFolder, subprocess.Comple
 
 
 def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: Path) -> None:
-    run, done = first_pod(tmp_path, "-m", "cluster.launch.pod", "RUN", sys.executable, "-c", _SPEAKS, "RUN")
+    run, done = first_pod(tmp_path, "-m", "cluster.launch.kubernetes.pod", "RUN", sys.executable, "-c", _SPEAKS, "RUN")
     lines = [line for line in done.stdout.splitlines() if "run.json" not in line]
     assert [line for line in lines if line.startswith("rank")] == ["rank0000| one", "rank0000| two", "rank0000| last"]
     metrics = [f'@burst metrics.jsonl {{"step": {step}}}' for step in (1, 2)]

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from kubernetes_rig import kubernetes_config, kubernetes_plan
 
-from cluster.launch.kubernetes import quantity_bytes
-from cluster.launch.manifest import FORMS, build_job
+from cluster.launch.kubernetes.manifest import FORMS, build_job
+from cluster.launch.kubernetes.runner import quantity_bytes
 from engine.config.cluster import MachineConfig
 
 GOLDEN = Path(__file__).parent / "fixtures"

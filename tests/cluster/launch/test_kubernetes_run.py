@@ -22,11 +22,11 @@ from testkit.waiting import wait_for
 from cluster.control.attempt import StopRequests, begin_attempt
 from cluster.control.controller import request_cancel
 from cluster.control.link import LaunchOutcome, NodeStatus, Phase
-from cluster.launch.kubernetes import RUNNER
-from cluster.launch.pods import KubernetesJob, read_answer
-from cluster.launch.runner import Asked
+from cluster.control.runner import Asked
+from cluster.launch.kubernetes.pods import KubernetesJob, read_answer
+from cluster.launch.kubernetes.runner import RUNNER
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
-from engine.planning.memory.predictor import Hardware
+from engine.predict.memory import Hardware
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, create_run
 

@@ -13,8 +13,8 @@ from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests
 from cluster.control.link import LaunchOutcome, Leftover, NodeLink
+from cluster.control.runner import Asked, Survey
 from cluster.failure import Failure
-from cluster.launch.runner import Asked, Survey
 from cluster.launch.scheduler import QueuedRunner, WatchedJob
 from cluster.plan import LaunchPlan, NodePlan
 from engine.config.settings import RunConfig

@@ -15,8 +15,8 @@ import pytest
 from testkit import ROOT, write_program
 from testkit.fake_plan import node_facts
 
+from cluster.control.runner import Asked
 from cluster.launch.local import RUNNER, build_local_plan, probe_local_node, visible_gpus
-from cluster.launch.runner import Asked
 from cluster.plan import LaunchPlan, MachineFacts, choose_backend, node_spec, with_exclusive
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError

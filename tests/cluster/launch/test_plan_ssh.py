@@ -23,7 +23,7 @@ from cluster.plan_nodes import fixed_part, node_folders
 from cluster.survey.network import NetInterface
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
-from engine.planning.memory.predictor import Gpu, Hardware
+from engine.predict.memory import Gpu, Hardware
 
 RUN = Path("/runs/my exp/20260101-000000-abcdef")
 FOLDER = f"/home/me/.burst/runs/{RUN.name}"

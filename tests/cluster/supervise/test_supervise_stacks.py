@@ -74,6 +74,23 @@ def test_an_error_of_the_supervisor_itself_ends_the_run_and_is_told(rig: Rig) ->
     assert "Traceback" in Path(rig.files().own_log).read_text()
 
 
+def test_rank_that_answers_is_sent_no_signal(tmp_path: Path) -> None:
+    files = NodeFiles(str(tmp_path), "alpha")
+    for folder in (files.state_dir, files.log_dir):
+        make_folder(folder)
+    with subprocess.Popen(["sleep", "60"]) as process:  # which a signal would end
+        listens = f"# rank 0, pid {process.pid}\n"
+        path, stacks = Path(files.log_dir, "rank0000.stacks"), Stacks(files)
+        path.write_text(listens)
+        request_stacks(str(tmp_path), "alpha", "nonce")
+        ranks = [Rank(0, process.pid, process_start(process.pid) or "")]
+        stacks.turn(stamp_of(files.stacks), ranks)
+        path.write_text(f"{listens}stacks\n")
+        wait_for(lambda: stacks.turn(stamp_of(files.stacks), ranks) or Path(files.stacks_done).exists(), "the answer")
+        assert process.poll() is None, "a healthy rank was signalled, which may crash it"
+        kill(process.pid)
+
+
 TRACED = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
 
 

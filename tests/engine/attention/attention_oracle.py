@@ -14,14 +14,14 @@ from torch import Tensor
 
 from engine.attention.arithmetic import TensorArithmetic
 from engine.attention.executor import Execution, Fields
-from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.config.settings import LayoutName
+from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import AttentionPlan, Buffer, HeadPart, LinkBytes
 from engine.planning.schedules.plan import PlanPair, plan_method
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import BlockList, Mask
 from engine.planning.visibility.visible import Visibility
 

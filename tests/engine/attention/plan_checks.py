@@ -9,13 +9,13 @@ from attention_oracle import Group, dense_visibility, errors, oracle, random_inp
 from counting import band_mask, prove_pair
 from plan_rules import check_rules
 
-from engine.attention.kernels.base import TileKernel
-from engine.attention.kernels.cuda import window_of
-from engine.attention.kernels.reference import ReferenceKernel
+from engine.kernels.attention.base import TileKernel
+from engine.kernels.attention.cuda import window_of
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.methods.blocks import Blocks
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import RankPlan, Tile, TokenBytes
 from engine.planning.schedules.plan import PlanPair
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
 HEAD_DIM = 8

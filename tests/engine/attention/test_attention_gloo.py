@@ -15,7 +15,7 @@ from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import P2POp, Transport
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.parallel.mesh import build_mesh
+from engine.distributed.mesh import build_mesh
 from engine.planning.methods.presets import PRESETS
 from engine.planning.program.ops import LinkBytes, TokenBytes
 from engine.planning.schedules.plan import plan_method

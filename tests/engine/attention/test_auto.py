@@ -9,12 +9,12 @@ import pytest
 from engine.config.cluster import ClusterConfig, MachineConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.auto import resolve_auto
-from engine.planning.methods.preview import preview_attention
-from engine.planning.methods.resolve import proxy_topology
-from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import find_machine, machine_of
-from engine.planning.time.step_time import timed_ranks
+from engine.planning.topology import Topology
+from engine.predict.attention import preview_attention
+from engine.predict.machine import find_machine, machine_of
+from engine.predict.step_time import timed_ranks
+from engine.resolve.attention import proxy_topology
+from engine.resolve.auto import resolve_auto
 
 AUTO = RunConfig(
     model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),

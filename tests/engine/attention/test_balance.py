@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.settings import AttentionConfig
-from engine.planning.visibility.layers import build_mask
 from engine.planning.visibility.layout import Layout, build_layout
 from engine.planning.visibility.mask import BlockList, Mask
+from engine.planning.visibility.patterns import build_mask
 from engine.planning.visibility.visible import Visibility
 
 ROWS = 1 << 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import build_group, causal, oracle, random_inputs, relative_errors, ring_method
 
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
 from engine.planning.visibility.mask import Mask
 
 ROWS = 1024

@@ -9,11 +9,11 @@ from plan_rules import check_rules
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.blocks import divide_run
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
 from engine.planning.schedules.plan import PlanPair, plan_method
-from engine.planning.visibility.layers import attention_layers
+from engine.planning.topology import Topology
+from engine.resolve.attention import resolve_attention
 
 TOPOLOGIES = {"2x2": Topology(2, 2), "3x2": Topology(3, 2), "2x3": Topology(2, 3)}
 DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]

@@ -12,8 +12,9 @@ from counting import band_mask
 from torch import Tensor
 
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
-from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
-from engine.attention.kernels.cuda import (
+from engine.attention.merge import backward_stats
+from engine.kernels.attention.base import TileGradients, TileKernel, TileResult
+from engine.kernels.attention.cuda import (
     AtenCudnnKernel,
     AtenFlashKernel,
     LibraryKernel,
@@ -21,8 +22,7 @@ from engine.attention.kernels.cuda import (
     window_calls,
     window_of,
 )
-from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
-from engine.attention.merge import backward_stats
+from engine.kernels.attention.heads import CUDA_CALL_ELEMENTS
 from engine.planning.program.ops import Tile, View
 from engine.planning.visibility.mask import UNBOUNDED, Band, normalise
 

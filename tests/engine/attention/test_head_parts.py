@@ -9,11 +9,11 @@ import torch
 from attention_oracle import build_group, dense_visibility, errors, oracle, random_inputs, relative_errors, ring_method
 from torch import Tensor
 
-from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.reference import ReferenceKernel
+from engine.device.row_blocks import FakeRun, rehearse
+from engine.kernels.attention.base import TileGradients, TileKernel, TileResult
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band, Mask
-from engine.row_blocks import FakeRun, rehearse
 
 ROWS, HEADS, HEAD_DIM = 24, 12, 8
 

@@ -14,14 +14,14 @@ from testkit.operations import Operations
 from torch import Tensor
 
 from engine.attention.context import AttentionGroup, build_context
-from engine.attention.kernels.base import TileGradients, TileResult
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter
+from engine.kernels.attention.base import TileGradients, TileResult
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Topology
-from engine.planning.visibility.layers import LayerAttention
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band, Mask
 
 RANKS, ROWS = 64, 64  # a tile per step

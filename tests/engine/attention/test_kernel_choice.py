@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.kernels import select_kernel
-from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel, TileResult
-from engine.attention.kernels.choice import KERNELS, KernelChoice, choose, preference, problem_of
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.trial import trial_problem
 from engine.config.errors import ConfigError
+from engine.kernels.attention import select_kernel
+from engine.kernels.attention.base import KernelRequest, TileGradients, TileKernel, TileResult
+from engine.kernels.attention.choice import KERNELS, KernelChoice, choose, preference, problem_of
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.trial import trial_problem
 from engine.planning.visibility.mask import Band
 
 BF16, FP32 = torch.bfloat16, torch.float32

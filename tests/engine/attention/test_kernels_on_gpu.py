@@ -9,11 +9,11 @@ import torch
 from attention_oracle import random_inputs
 from torch import Tensor
 
-from engine.attention.kernels import KERNELS, select_kernel
-from engine.attention.kernels.base import TileGradients, TileKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats, surrogate_out
 from engine.config.errors import ConfigError
+from engine.kernels.attention import KERNELS, select_kernel
+from engine.kernels.attention.base import TileGradients, TileKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band, normalise
 from engine.training.determinism import deterministic_algorithms
 

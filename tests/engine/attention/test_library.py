@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from engine.attention import ContextParallel, SequenceContext, attention
 from engine.attention.library import _find_topology
 from engine.config.errors import ConfigError
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
 ROOT = Path(__file__).parents[3]

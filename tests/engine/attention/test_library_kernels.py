@@ -13,10 +13,10 @@ import pytest
 import torch
 from attention_oracle import random_inputs
 
-from engine.attention.kernels.base import KernelRequest, TileGradients
-from engine.attention.kernels.choice import KERNELS, problem_of
-from engine.attention.kernels.flash_packages import package_problem
-from engine.attention.kernels.reference import ReferenceKernel
+from engine.kernels.attention.base import KernelRequest, TileGradients
+from engine.kernels.attention.choice import KERNELS, problem_of
+from engine.kernels.attention.flash_packages import package_problem
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band, normalise
 from engine.training.determinism import deterministic_algorithms
 

@@ -13,18 +13,18 @@ import pytest
 from plan_checks import check_plans, windows
 from testkit.covering import Case, covering_cases, pairs_of
 
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.methods.blocks import divide_sequence
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology, padded_length
 from engine.planning.program.ops import HOST_CHANNELS
 from engine.planning.schedules.plan import channels_of, plan_method
-from engine.planning.visibility.layers import attention_layers
+from engine.planning.topology import Topology, padded_length
+from engine.resolve.attention import resolve_attention
 
 ROWS = 41  # a prime: every group of several ranks has a padded tail
 STARTS = (0, 1, 2, 3, 11, 20, 21, 33, 40)  # documents of one token, and some across the edges of every chunk

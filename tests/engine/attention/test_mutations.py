@@ -15,7 +15,7 @@ import torch
 from attention_oracle import Group, build_group, causal, errors, oracle, random_inputs, ring_method
 from counting import prove_pair
 
-from engine.attention.kernels.reference import ReferenceKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.program.ops import Step, View
 from engine.planning.schedules.plan import PlanPair
 from engine.planning.visibility.mask import Mask

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MaskKind
-from engine.planning.visibility.layers import build_mask, read_blocks, strided_blocks, vertical_slash_blocks
 from engine.planning.visibility.layout import build_layout
 from engine.planning.visibility.mask import BlockList, BlockRectangle, Mask
+from engine.planning.visibility.patterns import build_mask, read_blocks, strided_blocks, vertical_slash_blocks
 from engine.planning.visibility.visible import Visibility
 
 PAIRS = st.frozensets(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=60)

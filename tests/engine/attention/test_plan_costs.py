@@ -14,14 +14,14 @@ from attention_oracle import ring_method
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.blocks import divide_sequence
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS, AttentionMethod
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
 from engine.planning.schedules.plan import PlanPair, plan_method
-from engine.planning.visibility.layers import attention_layers
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask, halves
 from engine.planning.visibility.visible import Visibility
+from engine.resolve.attention import resolve_attention
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
 DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]

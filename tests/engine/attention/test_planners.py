@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import check_plans, same_but_for_step_numbers
 
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.reference import ReferenceKernel
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedules.plan import PlanPair, plan_method

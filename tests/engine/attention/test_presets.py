@@ -18,12 +18,12 @@ from engine.config.settings import (
     RunConfig,
     TrainConfig,
 )
+from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod, warnings_of
-from engine.planning.methods.preview import preview_attention
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import Machine, find_machine
-from engine.planning.visibility.layers import attention_layers
+from engine.planning.topology import Topology
+from engine.predict.attention import preview_attention
+from engine.predict.machine import Machine, find_machine
+from engine.resolve.attention import resolve_attention
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
 GQA = replace(MHA, num_kv_heads=8)

@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.preview import AttentionPreview, preview_attention
-from engine.planning.methods.topology import Topology, padded_length
 from engine.planning.program.ops import LinkBytes
-from engine.planning.time.flops import attention_pairs
-from engine.planning.time.machine import find_machine
+from engine.planning.topology import Topology, padded_length
+from engine.predict.attention import AttentionPreview, preview_attention
+from engine.predict.flops import attention_pairs
+from engine.predict.machine import find_machine
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 4, 32, 1024
 KV_WIDTH = 2 * KV_HEADS * HEAD_DIM

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, NoStreams, StreamTransport
 from engine.attention.transport import GroupMessenger, Meter, P2POp, make_channel_groups
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
+from engine.planning.topology import Topology
 
 CPU = torch.device("cpu")
 CHANNELS = (Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timed_streams import TimedStreams
 
+from engine.activations.store import HostStore, SavedTensors
 from engine.attention.stream_times import Times, TransferTimes, total
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
-from engine.memory.host import HostPool
-from engine.memory.store import HostStore, SavedTensors
-from engine.planning.methods.topology import Topology
+from engine.device.host_memory import HostPool
 from engine.planning.program.ops import Channel
-from engine.planning.time.machine import find_machine
+from engine.planning.topology import Topology
+from engine.predict.machine import find_machine
 
 CPU = torch.device("cpu")
 ELEMENTS = 8  # fp32: 32 bytes

@@ -18,15 +18,15 @@ from torch import Tensor
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool, buffer_location
 from engine.attention.executor import Execution, Fields
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, P2POp
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import AttentionPlan, Buffer, Channel
 from engine.planning.schedules.plan import plan_method
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4

@@ -10,8 +10,8 @@ from testkit.stream_machine import host_waits_are_errors
 
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import GroupMessenger, Meter, P2POp, make_channel_groups
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import Channel
+from engine.planning.topology import Topology
 
 
 def delay() -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.bench_published import Row, compare, published_rows
 from benchmarks.peers.methods import COUNTERPARTS, PEERS
 from engine.bench.spec import check_points
-from engine.planning.memory.predictor import shared_predictor
+from engine.predict.memory import shared_predictor
 
 
 def row(model: str, method: str, seq_len: int) -> Row:

@@ -19,13 +19,13 @@ from benchmarks.gpu.runner import Budget, Runner
 from benchmarks.gpu.session import SIZES, plan_parts
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers
-from engine.attention.kernels import KERNELS
-from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
-from engine.planning.memory.predictor import Gpu, Hardware, MemoryPrediction
-from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import Peak
+from engine.kernels.attention import KERNELS
+from engine.planning.topology import Topology
+from engine.predict.machine import Peak
+from engine.predict.memory import Gpu, Hardware, MemoryPrediction
+from engine.predict.policy_cost import method_on, own_parameters, policy_cost, state_bytes
+from engine.resolve.rules import check_config
 
 PEAK = Peak(100e12, "made up")
 ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")

@@ -20,12 +20,12 @@ from engine.bench import machine
 from engine.bench.machine import measure_machine
 from engine.bench.measure import Stopwatch
 from engine.bench.spec import HeadShape, MachineCell, RankSetup
-from engine.planning.memory.predictor import find_hardware
-from engine.planning.methods.topology import Topology
-from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
-from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import UPDATE_BYTES, predict_step
+from engine.planning.topology import Topology
+from engine.predict.flops import count_parameters
+from engine.predict.machine import Machine
+from engine.predict.memory import find_hardware
+from engine.predict.plan_costs import FLOPS_PER_PAIR, layer_numbers
+from engine.predict.step_time import UPDATE_BYTES, predict_step
 
 SHAPE = HeadShape(2, 2, 16, "float32")
 MATMUL, FORWARD, BACKWARD, BLOCK_ROWS = 1e9, 2e9, 1e9, 96

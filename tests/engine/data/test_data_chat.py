@@ -14,7 +14,7 @@ from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.corpora import record_corpus
-from tokenizer_families import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_tokenizer
+from tokenizer_families import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, QWEN3, QWEN3_MARKED, write_tokenizer
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
@@ -105,6 +105,17 @@ def test_turns_are_what_was_said_and_its_end_whatever_was_said(contents: list[st
     assert learned_texts(ChatTemplate("t", CHATML_MARKED), messages) == [f"{text}<|im_end|>" for text in contents]
 
 
+QWEN3_TEMPLATES = [ChatTemplate("t", source) for source in (QWEN3, QWEN3_MARKED)]  # compiled once
+
+
+@given(contents=st.lists(PARTS, min_size=1, max_size=4))
+@quick
+def test_turns_of_a_template_that_writes_the_last_one_otherwise_are_those_that_blocks_mark(contents: list[str]) -> None:
+    row = conversation([message for text in contents for message in talk("user: a", f"assistant: {text}")])
+    plain, marked = (template.render_chat(row, "") for template in QWEN3_TEMPLATES)
+    assert plain == marked
+
+
 def test_bytes_read_chatml_as_plain_text(tmp_path: Path) -> None:
     data = prepare(config_of(tmp_path, CONVERSATIONS * 4, tokenizer="bytes"))
     text, learned = b"", b""
@@ -164,6 +175,77 @@ def test_a_turn_without_a_mark_ends_with_its_white_space() -> None:
     assert learned_texts(template, talk("user: x", "assistant: y")) == ["y\n\n"]
 
 
+CALL = {"type": "function", "function": {"name": "get_w", "arguments": {"city": "Xanadu"}}}
+TOOL = {"type": "function", "function": {"name": "get_w", "description": "weather", "parameters": {"type": "object"}}}
+CALLS: Messages = [
+    *talk("user: weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    *talk("tool: 12", "assistant: twelve"),
+]
+# Qwen 3.5: the generation prompt, too, opens the reasoning.
+QWEN35 = QWEN3.replace(
+    "{% if enable_thinking is defined", "{% if enable_thinking is undefined %}{{ '<think>\n' }}{% elif true"
+)
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+THREE = talk("user: a", "assistant: b", "user: b", "assistant: <t", "user: a", "assistant: b")
+QUESTION = talk("user: more?", "assistant: no")
+CALLED = '<tool_call>\n{"name": "get_w", "arguments": {"city": "Xanadu"}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "kwargs", "turns"),
+    [
+        (QWEN3, THREE, {}, ["b<|im_end|>", "<t<|im_end|>", NO_THOUGHT + "b<|im_end|>"]),
+        (QWEN3, THREE, {"enable_thinking": False}, ["b<|im_end|>", "<t<|im_end|>", "b<|im_end|>"]),
+        (QWEN35, THREE, {}, ["b<|im_end|>", "<t<|im_end|>", "\n</think>\n\nb<|im_end|>"]),
+        (QWEN35, THREE, {"enable_thinking": False}, ["b<|im_end|>", "<t<|im_end|>", "b<|im_end|>"]),
+        (
+            QWEN3,
+            [*THREE[:3], THREE[3] | {"weight": 0}, *talk("user: a", "assistant: \n\nb ")],
+            {},
+            ["b<|im_end|>", NO_THOUGHT + "b <|im_end|>"],
+        ),
+        (
+            QWEN3,
+            [*THREE[:5], THREE[5] | {"thinking": "b"}],
+            {},
+            ["b<|im_end|>", "<t<|im_end|>", "<think>\nb\n</think>\n\nb<|im_end|>"],
+        ),
+        (QWEN3, [*talk("user: a", "assistant: "), *QUESTION], {}, ["<|im_end|>", NO_THOUGHT + "no<|im_end|>"]),
+        (
+            QWEN3,
+            [*talk("user: a", "assistant:  \n\n\n\nb"), *QUESTION],
+            {},
+            [" \n\n\n\nb<|im_end|>", NO_THOUGHT + "no<|im_end|>"],
+        ),
+        (
+            QWEN3,
+            [*talk("user: a", "assistant: \n|>"), *QUESTION],
+            {"enable_thinking": False},
+            ["\n|><|im_end|>", "no<|im_end|>"],
+        ),
+        (QWEN3, [*CALLS, *QUESTION], {}, [CALLED, "twelve<|im_end|>", NO_THOUGHT + "no<|im_end|>"]),
+        (
+            QWEN3,
+            [CALLS[0], CALLS[1] | {"content": "let me see"}, *CALLS[2:], *QUESTION],
+            {},
+            ["let me see\n" + CALLED, "twelve<|im_end|>", NO_THOUGHT + "no<|im_end|>"],
+        ),
+        (
+            QWEN3,
+            [CALLS[0], CALLS[1] | {"reasoning": "hm"}, *CALLS[2:]],
+            {},
+            ["<think>\nhm\n</think>\n\n" + CALLED, NO_THOUGHT + "twelve<|im_end|>"],
+        ),
+        (QWEN35, [*CALLS, *QUESTION], {}, [CALLED, "twelve<|im_end|>", "\n</think>\n\nno<|im_end|>"]),
+    ],
+)
+def test_turns_are_learned_as_they_stand_in_the_whole_text(
+    source: str, messages: Messages, kwargs: dict[str, Any], turns: list[str]
+) -> None:
+    assert learned_texts(ChatTemplate("t", source), messages, chat_template_kwargs=kwargs) == turns
+
+
 THINKS = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
 CHANGED = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
 
@@ -208,15 +290,16 @@ def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: obje
         prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
 
 
-CALL = {"type": "function", "function": {"name": "get_w", "arguments": {"city": "Xanadu"}}}
-TOOL = {"type": "function", "function": {"name": "get_w", "description": "weather", "parameters": {"type": "object"}}}
-CALLS: Messages = [
-    *talk("user: weather?"),
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    *talk("tool: 12", "assistant: twelve"),
-]
 # Two tool calls at most, reasoning in the last turn alone.
 WEAK = CHATML.replace("message['content']", "(message['content'] or message.tool_calls[0].function.name)")
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+# Reasoning is cut off every content, as by DeepSeek V3.1.
+CUTS = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+CUTS_PARTS = CUTS.replace(
+    "message['content']", "(message.content if message.content is string else message.content[0].text)"
+)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +319,27 @@ WEAK = CHATML.replace("message['content']", "(message['content'] or message.tool
             {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "mask": True}]},
             "out mask of m",
         ),
+        (
+            QWEN3,
+            {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "thinking": "b"}, *QUESTION]},
+            "out thinking of message 1, .* keeps it in a row that ends .* before it have weight 0 and no thinking, or",
+        ),
+        (
+            QWEN3,
+            {"messages": [*talk("user: x", f"assistant: {THOUGHT}a"), *QUESTION]},
+            "out the beginning of content of message 1, .* row for each answer, .* weight 0 and no reasoning, or",
+        ),
+        (CUTS, {"messages": talk("user: x", f"assistant: {THOUGHT}a")}, "out the beginning of content of m.* Remove"),
+        (
+            CUTS_PARTS,
+            {
+                "messages": [
+                    *talk("user: x"),
+                    {"role": "assistant", "content": [{"type": "text", "text": THOUGHT + "a"}]},
+                ]
+            },
+            r"out the beginning of content\[0\] of message 1",
+        ),
         (CHATML, {"messages": CONVERSATIONS[0], "chat_template_kwargs": {"day": 1}}, "has no variable 'day'"),
         (CHATML + "{{ day }}", {"messages": CONVERSATIONS[0], "day": "x"}, "reads 'day', which the row has beside"),
         ("chatml", {"messages": CALLS}, "no form for tool_calls of message 1"),
@@ -247,6 +351,12 @@ def test_what_a_template_leaves_out_refuses_the_row_by_name(tmp_path: Path, sour
     template = "chatml" if source == "chatml" else str(tmp_path / "mine.jinja")
     with pytest.raises(DataError, match=rf"records\.jsonl:1: .*{text}"):
         prepare(record_corpus(tmp_path, [row], messages_field="messages", chat_template=template))
+
+
+def test_a_row_for_each_answer_has_its_reasoning() -> None:
+    first, last = talk("assistant: a")[0], talk("assistant: b")[0] | {"reasoning_content": "hm"}
+    row = [*talk("user: x"), first | {"weight": 0}, *talk("user: y"), last]
+    assert learned_texts(ChatTemplate("t", QWEN3), row) == [f"{THOUGHT}b<|im_end|>"]
 
 
 def test_chatml_joins_the_parts_of_a_content() -> None:

@@ -48,8 +48,18 @@ def pieces_of(text: str, cuts: Sequence[int]) -> list[TextChunk]:
 @quick
 def test_ids_are_those_of_the_whole_text(kind: str, is_chat: bool, text: str, cuts: list[int], overlap: int) -> None:
     tokenizer = TOKENIZERS[kind]
-    [(whole, _)] = tokenizer.encode_with_offsets([text], finds_special=is_chat)
+    whole = tokenizer.encode_with_offsets([text], finds_special=is_chat)[0].ids
     parts = list(encode_documents(pieces_of(text, cuts), tokenizer, is_chat=is_chat, overlap=overlap))
+    assert np.concatenate([part.ids for part in parts]).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("letters", range(60, 132, 3))
+def test_readings_of_equal_score_are_those_of_the_whole_word(letters: int) -> None:
+    """Of "aaa" a unigram model has readings of equal score, and rounding decides by what comes before."""
+    tokenizer = TOKENIZERS["unigram"]
+    text = "a" * letters + "\N{GRINNING FACE}\N{WOMAN}\u200d\N{WOMAN}\u200d\N{GIRL}" + "1" * 40 + "a" * 163
+    whole = tokenizer.encode_with_offsets([text], finds_special=True)[0].ids
+    parts = list(encode_documents(pieces_of(text, [66]), tokenizer, is_chat=True, overlap=150))
     assert np.concatenate([part.ids for part in parts]).tolist() == whole.tolist()
 
 
@@ -59,6 +69,6 @@ def test_ids_are_those_of_the_whole_text(kind: str, is_chat: bool, text: str, cu
 def test_offsets_are_those_of_the_library(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     library = tokenizer.inner.encode(text, add_special_tokens=False)
-    [(ids, offsets)] = tokenizer.encode_with_offsets([text], finds_special=False)
+    ids, offsets, _ = tokenizer.encode_with_offsets([text], finds_special=False)[0]
     assert ids.tolist() == library.ids
     assert [*map(tuple, offsets.tolist())] == library.offsets

@@ -39,7 +39,7 @@ def test_a_folder_gives_only_files_with_text_suffixes(mixed: Path) -> None:
 
 
 def test_skipped_files_are_counted(mixed: Path) -> None:
-    assert "1 text files; 2 more in these folders skipped" in opened("text", mixed).description
+    assert "1 text file; 2 more in these folders skipped" in opened("text", mixed).description
 
 
 def test_a_named_file_is_read_whatever_its_suffix(mixed: Path) -> None:
@@ -48,6 +48,22 @@ def test_a_named_file_is_read_whatever_its_suffix(mixed: Path) -> None:
 
 def test_suffixes_can_be_chosen(mixed: Path) -> None:
     assert texts(opened("text", mixed, text_suffixes=(".odd",))) == ["odd"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    ['{"text": "a", "text": "b"}', '{"text": "a", "meta": [{"k": 1, "j": 2, "k": 1}]}'],
+    ids=["row", "object inside"],
+)
+def test_a_key_given_twice_in_a_row_is_refused(tmp_path: Path, row: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + row + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*the key '(text|k)' is given twice"):
+        texts(opened("jsonl", tmp_path))
+
+
+def test_a_row_with_a_key_twice_is_left_out_by_on_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "a", "text": "b"}\n')
+    assert texts(opened("jsonl", tmp_path, on_bad_row="skip")) == ["x"]
 
 
 def test_bad_places_of_all_files_are_listed_together(tmp_path: Path) -> None:
@@ -139,3 +155,10 @@ def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_text(CHATS.splitlines()[2] + "\n")
     with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the model's own template"):
         texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
+
+
+def test_a_row_in_the_form_of_sharegpt_says_how_to_convert_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"conversations": [{"from": "human", "value": "hi"}]}\n')
+    source = opened("jsonl", tmp_path, messages_field="conversations", chat_template="chatml")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: message 0 .*ShareGPT.*becomes role \(human: user"):
+        texts(source)

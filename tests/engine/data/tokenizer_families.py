@@ -109,6 +109,24 @@ LLAMA3_MARKED = (
     "{%- endgeneration -%}{%- else -%}{{ message['content'] | trim + '<|eot|>' }}{%- endif -%}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
 )
+# Qwen 3: only an answer to the last question has its reasoning, and the last message has the tags even without any.
+QWEN3_MARKED = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% set ns = namespace(question=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set text = m.content or '' %}"
+    "{% if m.role == 'assistant' %}{% generation %}{% set thought = m.reasoning_content or '' %}"
+    "{% if '</think>' in text %}{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.question and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' + text.lstrip('\n') }}{% else %}{{ text }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '\n' if text or not loop.first }}"
+    "{{ '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ text + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+QWEN3 = QWEN3_MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def write_tokenizer(folder: Path, template: object = None, **settings: object) -> Path:

@@ -16,10 +16,10 @@ from torch import Tensor
 from benchmarks.gpu.elementwise import CONTESTS, TINY
 from engine.attention import merge
 from engine.config.settings import LossConfig
+from engine.device.row_blocks import CPU_BLOCK_ELEMENTS, accumulate_dtype
 from engine.loss.fused import linear_cross_entropy, losses_of_logits
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
-from engine.row_blocks import CPU_BLOCK_ELEMENTS, accumulate_dtype
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 EPS = 1e-5

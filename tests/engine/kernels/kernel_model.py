@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.activations.checkpointed import apply_policies
+from engine.activations.layer_call import LayerExecution
+from engine.activations.store import DeviceStore
 from engine.attention.context import AttentionGroup, build_context
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import DistributedTransport
 from engine.config.settings import LossConfig, ModelConfig
-from engine.memory.store import DeviceStore
-from engine.model.checkpointed import apply_policies
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.model.dropout import Dropout, row_keys
 from engine.model.init import init_weights
-from engine.model.layer_call import LayerExecution
 from engine.model.llama import LlamaModel
-from engine.planning.memory.policy import LayerPolicy
+from engine.planning.checkpoint_policy import LayerPolicy
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Topology
-from engine.planning.visibility.layers import LayerAttention
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
 TOKENS = 12

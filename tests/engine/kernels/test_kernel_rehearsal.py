@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.config.settings import LossConfig
+from engine.device.live_tensors import LiveTensorTracker
+from engine.device.row_blocks import FakeRun, rehearse
 from engine.loss.fused import linear_cross_entropy
-from engine.memory.tracker import LiveTensorTracker
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
-from engine.row_blocks import FakeRun, rehearse
 
 ROWS, WIDTH, VOCAB, CHUNK = 600, 256, 2000, 250
 BYTES = 2 * ROWS * WIDTH  # of a bf16 tensor

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.config.settings import LossConfig
+from engine.device.live_tensors import LiveTensorTracker
+from engine.device.row_blocks import CPU_BLOCK_ELEMENTS
 from engine.loss.fused import linear_cross_entropy
-from engine.memory.tracker import LiveTensorTracker
-from engine.row_blocks import CPU_BLOCK_ELEMENTS
 
 VOCAB, SIZE, CHUNK = 2000, 16, 128
 

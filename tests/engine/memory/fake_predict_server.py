@@ -1,4 +1,4 @@
-"""Stands in for `engine.memory.predict`: what it answers is chosen by the sequence length of the request."""
+"""Stands in for `engine.training.fake_run.memory`: what it answers is chosen by the sequence length of the request."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 from testkit.sections import LLAMA_7B, changed
 
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import MemoryPrediction
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
+from engine.predict.memory import MemoryPrediction
 
 WORLD = Topology(1, 8)
 EIGHT_B = replace(LLAMA_7B, name="8b", vocab_size=128256, ffn_hidden_size=14336, num_kv_heads=8)

@@ -11,7 +11,7 @@ from testkit.sections import changed
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import Capacity, Gpu, Hardware, capacity_of, host_memory, parse_nvidia_smi
+from engine.predict.memory import Capacity, Gpu, Hardware, capacity_of, host_memory, parse_nvidia_smi
 from engine.runs.process import memory_groups
 
 GB, MIB = 10**9, 2**20

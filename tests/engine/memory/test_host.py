@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
+from engine.activations.store import HostStore
 from engine.attention.buffers import BufferPool, allocate_tensor, buffer_location
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.memory.host import HostMemoryError, HostPool, chunk_sizes, host_empty, lies_in_host_memory
-from engine.memory.predict import predict_memory
-from engine.memory.store import HostStore
-from engine.model.parallelize import activation_limit
-from engine.planning.methods.topology import Topology
-from engine.row_blocks import FakeRun, rehearse
+from engine.device.host_memory import HostMemoryError, HostPool, chunk_sizes, host_empty, lies_in_host_memory
+from engine.device.row_blocks import FakeRun, rehearse
+from engine.parallel.parallelize import activation_limit
+from engine.planning.topology import Topology
 from engine.runs.folder import describe_error
+from engine.training.fake_run.memory import predict_memory
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 KIB = 1 << 10

@@ -14,16 +14,16 @@ from testkit.tiny_training import loss_of, mesh_of, own_part, random_batches, st
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from engine.activations.checkpointed import apply_policies
+from engine.activations.store import DeviceStore, SavedTensors
 from engine.attention.library import ContextParallel
 from engine.config.settings import ModelConfig, RunConfig
-from engine.memory.store import DeviceStore, SavedTensors
-from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import layer_executions
-from engine.planning.memory.cost import policy_cost
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
+from engine.parallel.parallelize import layer_executions
+from engine.planning.topology import Topology
+from engine.predict.policy_cost import policy_cost
+from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
 
 MODEL = ModelConfig(

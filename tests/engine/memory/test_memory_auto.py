@@ -13,13 +13,13 @@ import pytest
 from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import resolve_memory
-from engine.planning.memory.cost import method_on, policy_cost
-from engine.planning.memory.predictor import Capacity, MemoryChoice, MemoryPrediction
-from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import find_machine
-from engine.planning.time.recommend import Adviser, with_ranks
-from engine.planning.time.step_time import predict_step
+from engine.planning.topology import Topology
+from engine.predict.machine import find_machine
+from engine.predict.memory import Capacity, MemoryChoice, MemoryPrediction
+from engine.predict.policy_cost import method_on, policy_cost
+from engine.predict.step_time import predict_step
+from engine.resolve.memory import resolve_memory
+from engine.resolve.recommend import Adviser, with_ranks
 
 GB = 10**9
 H100, RAILS = find_machine("h100"), find_machine("h100", {"inter_bytes_per_s": 5e9})

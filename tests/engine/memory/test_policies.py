@@ -11,18 +11,18 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import loss_of, mesh_of, own_part, random_batches, tiny_config, whole
 
+from engine.activations.checkpointed import apply_policies
 from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Transport
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
-from engine.model.checkpointed import apply_policies
+from engine.distributed.collectives import sum_over_ranks
+from engine.distributed.mesh import Mesh
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import build_model, layer_executions
-from engine.parallel.collectives import sum_over_ranks
-from engine.parallel.mesh import Mesh
+from engine.parallel.parallelize import build_model, layer_executions
 from engine.planning.methods.presets import PRESETS
-from engine.planning.methods.resolve import resolve_attention
+from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
 
 STARTS = (0, 1, 6, 7, 20)

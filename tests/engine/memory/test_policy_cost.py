@@ -12,7 +12,11 @@ from memory_cases import WORLD, seven_b
 
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointKind, MemoryConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.planning.memory.cost import (
+from engine.planning.checkpoint_policy import LayerPolicy, layer_policies, recompute_cut
+from engine.planning.methods.presets import AttentionMethod
+from engine.predict.flops import count_parameters
+from engine.predict.memory_ranks import reserve_bytes
+from engine.predict.policy_cost import (
     PolicyCost,
     kept_bytes,
     method_on,
@@ -20,10 +24,6 @@ from engine.planning.memory.cost import (
     policy_cost,
     recomputed_parameters,
 )
-from engine.planning.memory.policy import LayerPolicy, layer_policies, recompute_cut
-from engine.planning.memory.ranks import reserve_bytes
-from engine.planning.methods.presets import AttentionMethod
-from engine.planning.time.flops import count_parameters
 
 T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
 RESULTS = 2 * T * D + 4 * T * H  # out and lse

@@ -15,12 +15,12 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 
 from benchmarks.gpu import steps
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.memory.predict import fake_ranks, predict_memory, shortened
-from engine.memory.tracker import LiveTensorTracker
-from engine.planning.memory.predictor import MemoryPrediction
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import count_parameters
+from engine.device.live_tensors import LiveTensorTracker
+from engine.planning.topology import Topology
+from engine.predict.flops import count_parameters
+from engine.predict.memory import MemoryPrediction
+from engine.resolve.attention import resolve_attention
+from engine.training.fake_run.memory import fake_ranks, predict_memory, shortened
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 TOLERANCE = 0.05  # target of the project; where nothing but row padding differs, the figures are equal

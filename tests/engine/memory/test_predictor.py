@@ -12,8 +12,8 @@ import pytest
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.planning.memory.predictor import MemoryPrediction, Predictor
-from engine.planning.methods.topology import Topology
+from engine.planning.topology import Topology
+from engine.predict.memory import MemoryPrediction, Predictor
 
 HERE = Path(__file__).parent
 WORLD = Topology(2, 3)
@@ -36,7 +36,7 @@ def test_prediction_comes_back_whole(predictor: Predictor) -> None:
     found = predictor.predict(run_of(8), WORLD)
     assert isinstance(found, MemoryPrediction)
     assert (found.world_size, found.needed_bytes) == (6, found.device_peak_bytes + 5)
-    assert (Path(found.phase) / "engine/memory/predict.py").is_file()  # code that is not installed is found
+    assert (Path(found.phase) / "engine/training/fake_run/memory.py").is_file()  # code that is not installed is found
     assert found.to_dict()["components"] == {"device": {"loss": 7}, "host": {}}
 
 

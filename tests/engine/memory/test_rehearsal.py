@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.kernels.base import TileGradients
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
-from engine.memory.rehearsal import StandInFlashKernel, rehearsed
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.live_tensors import LiveTensorTracker
+from engine.kernels.attention.base import TileGradients
 from engine.planning.methods.blocks import divide_sequence
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import RankPlan, Tile
 from engine.planning.schedules.plan import plan_method
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band, Mask
+from engine.resolve.attention import resolve_attention
+from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed
 
 MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
 

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from engine.activations.saved import offloaded
+from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
 from engine.attention.streams import NoStreams
 from engine.config.settings import ModelConfig
-from engine.memory.host import HostPool, host_empty
-from engine.memory.saved import offloaded
-from engine.memory.store import ActivationStore, DeviceStore, HostStore, SavedTensors, host_store
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.host_memory import HostPool, host_empty
+from engine.device.live_tensors import LiveTensorTracker
 from engine.model.llama import TransformerBlock
 
 CPU = torch.device("cpu")

@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.activations.store import (
+    ActivationStore,
+    DeviceStore,
+    HostStore,
+    ReleasedError,
+    SavedTensors,
+    host_store,
+)
 from engine.attention.streams import NoStreams
-from engine.memory.host import HostMemoryError, HostPool
-from engine.memory.store import ActivationStore, DeviceStore, HostStore, ReleasedError, SavedTensors, host_store
+from engine.device.host_memory import HostMemoryError, HostPool
 
 CPU = torch.device("cpu")
 STORES = {

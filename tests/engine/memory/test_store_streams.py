@@ -12,8 +12,8 @@ import torch
 from testkit.stream_machine import Access, Machine, MachineStreams, access, host_waits_are_errors
 from torch import Tensor
 
-from engine.memory.host import HostPool
-from engine.memory.store import HostStore, SavedTensors, host_store
+from engine.activations.store import HostStore, SavedTensors, host_store
+from engine.device.host_memory import HostPool
 from engine.planning.program.ops import Channel
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ from torch import Tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from engine.config.settings import LossConfig
+from engine.device.host_memory import host_empty
+from engine.device.live_tensors import Label, LiveTensorTracker
 from engine.loss.fused import linear_cross_entropy
-from engine.memory.components import FrameClassifier, StepObserver, by_component
-from engine.memory.host import host_empty
-from engine.memory.tracker import Label, LiveTensorTracker
 from engine.model.elementwise import swiglu
+from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
 from engine.training.train_step import rank_batch
 
 FLOAT = 4

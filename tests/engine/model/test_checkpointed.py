@@ -12,21 +12,21 @@ from model_helpers import SHAPES, SMALL, build, make_tokens
 from testkit.tiny_training import TINY, whole
 from torch import Tensor
 
+from engine.activations.checkpointed import apply_policies
+from engine.activations.layer_call import LayerExecution
+from engine.activations.store import DeviceStore
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.transport import DistributedTransport
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig
-from engine.memory.store import DeviceStore
-from engine.memory.tracker import LiveTensorTracker
-from engine.model.checkpointed import apply_policies
-from engine.model.layer_call import LayerExecution
+from engine.device.live_tensors import LiveTensorTracker
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.model.llama import LlamaModel
-from engine.planning.memory.policy import LayerPolicy
+from engine.planning.checkpoint_policy import LayerPolicy
+from engine.planning.methods.layers import LayerAttention
 from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
-from engine.planning.methods.topology import Topology
-from engine.planning.visibility.layers import LayerAttention
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
 TOKENS = 29

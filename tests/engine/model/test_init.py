@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.config.settings import ModelConfig, ParallelConfig
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import build_model
+from engine.parallel.parallelize import build_model
 
 # More than two blocks of 2**20 elements in embedding and head, rows that no world size here divides, and rows whose
 # length is no multiple of 16: torch draws the last 16 values of a tensor in another way.

@@ -8,7 +8,7 @@ from model_helpers import SHAPES, SMALL, build, causal_attention, make_tokens, v
 
 from engine.model.llama import LlamaModel
 from engine.model.rope import rope_table
-from engine.planning.time.flops import count_parameters
+from engine.predict.flops import count_parameters
 
 TOKENS = 24
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64; only rotary tables are rounded to fp32, the same ones on both sides

@@ -14,9 +14,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config.settings import RopeScalingConfig
+from engine.device.row_blocks import CPU_BLOCK_ELEMENTS, row_blocks
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope, attention_factor, rope_frequencies, rope_table
-from engine.row_blocks import CPU_BLOCK_ELEMENTS, row_blocks
 
 LENGTH = 4096
 

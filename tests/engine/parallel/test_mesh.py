@@ -16,8 +16,9 @@ from testkit.ranks import Pools, RankFailedError
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig, ParallelConfig
-from engine.parallel.mesh import (
+from engine.distributed.mesh import (
     Placement,
+    RowPart,
     build_mesh,
     check_world,
     choose_device,
@@ -25,8 +26,7 @@ from engine.parallel.mesh import (
     read_placement,
     step_timeout,
 )
-from engine.parallel.shard import RowPart
-from engine.planning.methods.topology import Degrees, Topology, known_cp_size, place_ranks, tensor_parallel_problems
+from engine.planning.topology import Degrees, Topology, known_cp_size, place_ranks, tensor_parallel_problems
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from engine.config.errors import ConfigError
 from engine.config.settings import LossConfig
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.live_tensors import LiveTensorTracker
 from engine.model.llama import LlamaModel
-from engine.model.parallelize import compile_layers
+from engine.parallel.parallelize import compile_layers
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.data.sampler import IGNORE_INDEX
-from engine.parallel.shard import LocalBatch, RowPart, shard_batch
+from engine.distributed.mesh import RowPart
+from engine.parallel.shard import LocalBatch, shard_batch
 from engine.planning.visibility.layout import build_layout
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.config.errors import ConfigError
-from engine.planning.time.machine import find_machine, profile_document
+from engine.predict.machine import find_machine, profile_document
 
 
 @pytest.mark.parametrize(

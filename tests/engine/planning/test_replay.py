@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.topology import Topology
 from engine.planning.program.ops import (
     AttentionPlan,
     Buffer,
@@ -30,10 +29,11 @@ from engine.planning.program.ops import (
     View,
 )
 from engine.planning.schedules.plan import PlanPair, plan_method
-from engine.planning.time.costs import ViewBytes, computed_pairs, query_heads, tile_flops
-from engine.planning.time.machine import Machine, find_machine
-from engine.planning.time.replay import COMPUTE_LANE, replay
+from engine.planning.topology import Topology
 from engine.planning.visibility.mask import UNBOUNDED, Band, Mask
+from engine.predict.machine import Machine, find_machine
+from engine.predict.plan_costs import ViewBytes, computed_pairs, query_heads, tile_flops
+from engine.predict.replay import COMPUTE_LANE, replay
 
 LOW, HIGH = st.just(-UNBOUNDED) | st.integers(-15, 15), st.just(UNBOUNDED) | st.integers(-15, 15)
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.config.settings import RopeScalingConfig, RunConfig
-from engine.pretrained.export import ExportOrder, export
+from engine.export.hugging_face import ExportOrder, export
 from engine.runs.checkpoints import read_manifest
 
 pytestmark = pytest.mark.thorough

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.config.errors import DataError
 from engine.data.tokenizers import load_tokenizer_file, train_bpe
-from engine.pretrained.resolve import PROBE_TEXTS
+from engine.pretrained.folder import open_tokenizer
+from engine.pretrained.resolve import PROBE_TEXTS, version_note
 
 TEXTS = [*PROBE_TEXTS, "a<|new|>b <|im_end|> c</s>d <s>", "hello", " hello", ""]
 ALPHABET = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁")})
@@ -173,6 +174,21 @@ def test_a_llama_2_folder_has_the_ids_of_its_class(
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True), f"other text of {text!r}"
 
 
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_note_says_whose_ids_are_taken_where_versions_differ(tmp_path: Path, name: str) -> None:
+    files = open_tokenizer(write(tmp_path, "prepend", **{"tokenizer_config.json": {"tokenizer_class": name}}))
+    theirs = [AutoTokenizer.from_pretrained(tmp_path).encode(text, add_special_tokens=False) for text in PROBE_TEXTS]
+    inner = Tokenizer.from_file(str(files.file))
+    differs = theirs != [inner.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS]
+    assert (version_note(files) is not None) is differs, "version 5 rebuilds only LlamaTokenizer"
+
+
+def test_no_note_is_given_where_versions_agree(tmp_path: Path) -> None:
+    write(tmp_path, "metaspace", **{"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}})
+    (tmp_path / "tokenizer.json").write_text(AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.to_str())
+    assert version_note(open_tokenizer(tmp_path)) is None
+
+
 def test_a_prepared_llama_2_tokenizer_reads_back_the_same(tmp_path: Path) -> None:
     write(tmp_path, "prepend", **{"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}})
     ours, saved = load_tokenizer_file(tmp_path), tmp_path / "saved"
@@ -193,6 +209,23 @@ def test_a_class_that_rebuilds_the_tokenizer_is_compared_with(tmp_path: Path, ki
     else:
         with pytest.raises(DataError, match="Qwen2Tokenizer of transformers"):
             load_tokenizer_file(tmp_path, verify=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["set by the tokenizer", "set by the model"])
+def test_a_remedy_for_ambiguous_ids_removes_the_ambiguity(tmp_path: Path, kind: str) -> None:
+    name = "Qwen2Tokenizer" if kind == "set by the tokenizer" else "PreTrainedTokenizerFast"
+    settings = {"tokenizer_class": name, "eos_token": "<|endoftext|>"}
+    more = {"config.json": {"model_type": "qwen2"}} if kind == "set by the model" else {}
+    write(tmp_path, "byte-level", **{"tokenizer_config.json": settings}, **more)
+    with pytest.raises(DataError, match="ambiguous") as refused:
+        load_tokenizer_file(tmp_path, verify=True)
+    if "set tokenizer_class in tokenizer_config.json to PreTrainedTokenizerFast" in str(refused.value):
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert load_tokenizer_file(tmp_path, verify=True).eod_id == 0, str(refused.value)
 
 
 @pytest.mark.thorough

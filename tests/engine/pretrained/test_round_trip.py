@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.pretrained.export import ExportOrder, bfloat16_bits, export, weight_bytes
+from engine.export.hugging_face import ExportOrder, bfloat16_bits, export, weight_bytes
 from engine.pretrained.shape import read_pretrained
 from engine.runs.checkpoints import CheckpointError, read_manifest
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.config.data import weight_rules
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
 from engine.pretrained.names import INDEX_FILE, check_names, weight_files
 from engine.pretrained.shape import CONFIG_DEFAULTS, config_json, differences, family_of, read_pretrained
+from engine.resolve.data_rules import weight_rules
 
 LLAMA2 = {
     "model_type": "llama",
@@ -250,3 +250,10 @@ def test_settings_of_yarn_that_say_the_same_are_taken(tmp_path: Path, factor: di
 def test_two_spellings_of_rope_that_agree_are_one(tmp_path: Path) -> None:
     both = {"rope_parameters": {**YARN, "rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": 500000}
     assert read_pretrained(folder_of(tmp_path, {**LLAMA2, **both})).model.rope_theta == 5e5
+
+
+def test_spellings_of_rope_that_differ_are_one_problem(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    with pytest.raises(ConfigError, match="only one of rope_parameters and rope_scaling has factor") as raised:
+        read_pretrained(folder_of(tmp_path, {**LLAMA2, "rope_parameters": plain, "rope_scaling": YARN}))
+    assert len(raised.value.problems) == 1, "one fault is listed once"

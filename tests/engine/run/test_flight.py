@@ -8,7 +8,7 @@ from typing import Any
 from testkit.ranks import Pools
 from testkit.waiting import wait_for
 
-from engine.parallel.waits import WaitClock
+from engine.distributed.waits import WaitClock
 from engine.training.rank.flight import MAX_ENTRIES, flight_record, reduce_trace
 
 

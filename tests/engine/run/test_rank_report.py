@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from testkit.waiting import wait_for
 
+from cluster.control.hang_blame import parse_stacks
 from engine.config.errors import ConfigError
-from engine.parallel.waits import WaitClock, find_straggler
+from engine.distributed.waits import WaitClock, find_straggler
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import prefer_expandable_segments
 from engine.training.rank.process import RankStatus, run_rank
@@ -112,6 +113,17 @@ def test_a_request_is_answered_once_per_nonce_and_that_of_an_earlier_attempt_is_
     request.write_text("second")
     assert wait_for(lambda: flight.exists() and read(flight))["nonce"] == "second"
     status.end_report("ok")
+
+
+def test_request_writes_stacks_without_a_signal(log: Path) -> None:
+    request, stacks, status = log.with_name("flight.request"), log.with_suffix(".stacks"), RankStatus()
+    status.report_to(3, "node1", log)
+    request.write_text("first\n")
+    wait_for(log.with_suffix(".flight.json").exists, "the answer")
+    dump = stacks.read_text()  # there as soon as the flight record is
+    status.end_report("ok")
+    assert "in test_request_writes_stacks_without_a_signal" in dump, f"the main thread is missing in {dump}"
+    assert parse_stacks(dump)[0][-1].function != "_bootstrap", "a helper thread is taken for the program's"
 
 
 def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from testkit.ranks import Pools
 from testkit.whole_runs import create_run_of, events_of, small_corpus, train_until_error, trained, whole_config
 
 from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
-from engine.parallel.mesh import build_mesh
-from engine.pretrained.export import ExportOrder, export
+from engine.distributed.mesh import build_mesh
+from engine.export.hugging_face import ExportOrder, export
 from engine.runs.checkpoints import read_manifest
 from engine.runs.folder import RunFolder
 from engine.training.rank.process import RankStatus

@@ -9,8 +9,8 @@ from torchao.optim import AdamW8bit
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
-from engine.memory.tracker import LiveTensorTracker
-from engine.training.host_moments import PART_NUMBERS, HostAdamW8bit, code_tables, nearest_codes
+from engine.device.live_tensors import LiveTensorTracker
+from engine.optim.host_moments import PART_NUMBERS, HostAdamW8bit, code_tables, nearest_codes
 
 # Numbers of weights: several parts and a rest, one part, no whole blocks (so fp32 moments) in several parts, too few.
 SHAPES = [(3, PART_NUMBERS // 2 + 512), (PART_NUMBERS,), (2 * PART_NUMBERS + 77,), (64, 64), (4095,)]

@@ -25,9 +25,9 @@ from testkit.tiny_training import (
 from torch import Tensor
 
 from engine.config.settings import RunConfig
-from engine.parallel.collectives import reduce_scatter_into
+from engine.distributed.collectives import reduce_scatter_into
+from engine.optim.updates import UNITS_AHEAD, HostGradients, HostUpdates, Staged, worker_thread
 from engine.parallel.fsdp import fsdp_modules
-from engine.training.updates import UNITS_AHEAD, HostGradients, HostUpdates, Staged, worker_thread
 
 STEPS, MICRO_STEPS, SEQUENCES = 2, 2, 4
 LAYERS = 6

@@ -15,11 +15,11 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from engine.parallel.collectives import max_over_ranks
-from engine.parallel.waits import WaitClock
-from engine.planning.time.flops import Flops
-from engine.planning.time.machine import Peak
-from engine.planning.visibility.layers import AttendedPairs
+from engine.distributed.collectives import max_over_ranks
+from engine.distributed.waits import WaitClock
+from engine.planning.methods.layers import AttendedPairs
+from engine.predict.flops import Flops
+from engine.predict.machine import Peak
 from engine.training.metrics import PeakMemory, StepCost, StepProfiler, peak_pinned_bytes
 from engine.training.train_step import StepResult
 

@@ -14,7 +14,7 @@ from torchao.optim import AdamW8bit
 
 from engine.config.errors import ConfigError
 from engine.config.settings import OptimizerConfig
-from engine.training.optim import build_optimizer, clip_gradients, learning_rate, load_adamw_8bit, set_learning_rate
+from engine.optim.adamw import build_optimizer, clip_gradients, learning_rate, load_adamw_8bit, set_learning_rate
 
 STEPS = 50
 

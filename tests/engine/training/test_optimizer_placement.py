@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from engine.config.settings import ModelConfig, RunConfig
-from engine.memory.tracker import LiveTensorTracker
+from engine.device.live_tensors import LiveTensorTracker
 from engine.parallel.fsdp import offload_policy, parameter_device
 from engine.training.validation import evaluate
 

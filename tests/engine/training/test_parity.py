@@ -27,8 +27,8 @@ from testkit.tiny_training import (
 
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.optim.adamw import clip_gradients
 from engine.planning.methods.presets import PRESETS
-from engine.training.optim import clip_gradients
 
 RELATIVE = 1e-5  # fp32 over some steps, as the project promises; seen: 5e-8
 FP32_TOLERANCE = 1e-6  # fp32 sums in another order

@@ -13,7 +13,7 @@ from testkit.waiting import wait_for
 from engine.config.errors import DataError
 from engine.config.settings import TrainConfig
 from engine.data.sampler import Batch, Sampler
-from engine.parallel.mesh import Mesh
+from engine.distributed.mesh import Mesh
 from engine.training.batches import StepBatches
 
 

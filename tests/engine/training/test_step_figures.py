@@ -22,12 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.config.settings import ModelConfig, ParallelConfig, RunConfig
 from engine.data.sampler import Batch
 from engine.model.llama import LlamaModel
-from engine.planning.memory.cost import recomputed_parameters
-from engine.planning.memory.policy import LayerPolicy
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
-from engine.planning.time.flops import count_parameters, step_flops
-from engine.planning.visibility.layers import attended_pairs, attention_layers
+from engine.planning.checkpoint_policy import LayerPolicy
+from engine.planning.methods.layers import attended_pairs, attention_layers
+from engine.planning.topology import Topology
+from engine.predict.flops import count_parameters, step_flops
+from engine.predict.policy_cost import recomputed_parameters
+from engine.resolve.attention import resolve_attention
 from engine.runs.oom import peak_resident_bytes
 from engine.training.metrics import PeakMemory
 

@@ -21,8 +21,8 @@ from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, ended, events_of, trained, whole_config
 
 from engine.config.settings import DataConfig, RunConfig
-from engine.parallel.mesh import Placement, build_mesh
-from engine.planning.time.flops import count_parameters
+from engine.distributed.mesh import Placement, build_mesh
+from engine.predict.flops import count_parameters
 from engine.runs.folder import RunFolder
 from engine.runs.record import MAXIMA, MEDIANS, config_facts
 from engine.training.rank.lifecycle import run_states

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import TileGradients
-from engine.attention.kernels.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.base import TileGradients
+from engine.kernels.attention.cpu_flash import CpuFlashKernel
 from engine.planning.visibility.mask import Band
 
 _KERNEL = CpuFlashKernel()

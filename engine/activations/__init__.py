@@ -1,0 +1,1 @@
+"""What layers save for the backward pass, where it is stored, and what backward computes again."""

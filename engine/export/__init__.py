@@ -1,0 +1,1 @@
+"""Trained weights as files that other libraries load. No torch."""

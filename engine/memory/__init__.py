@@ -1,1 +1,0 @@
-"""What is kept for the backward pass and where, what a step needs, and what fits."""

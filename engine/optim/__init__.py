@@ -1,0 +1,1 @@
+"""The optimizer: AdamW, moments on the host, and when weights are updated."""

@@ -1,0 +1,89 @@
+"""The mask and the method of each layer of a model. No torch.
+
+All layers share one layout, because tokens are sharded once. Masks, the operand that moves in backward and what is
+saved for backward may differ:
+
+    mask_layers=[window,window,window,causal]     layers 0 1 2 windowed, 3 causal, 4 5 6 windowed, 7 causal, ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.config.settings import RunConfig
+from engine.planning.checkpoint_policy import checkpoint_kinds, recompute_cut
+from engine.planning.methods.presets import AttentionMethod, legal_attention, legal_methods
+from engine.planning.topology import Topology
+from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.patterns import build_mask
+
+
+class AttendedPairs(NamedTuple):
+    """Visible (query, key) pairs per head: of a forward pass, and those attended again in backward."""
+
+    visible: int
+    again: int
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer's mask and method.
+
+    recompute_before   queries at positions before this one are attended again in backward (0: none, the padded length:
+                       all); None: the layer keeps all that its backward needs
+    """
+
+    mask: Mask
+    method: AttentionMethod
+    recompute_before: int | None = None
+
+    @property
+    def pairs(self) -> AttendedPairs:
+        """Of one sequence, over all ranks; exact."""
+        return _pairs(self.mask, min(self.recompute_before or 0, self.mask.seq_len))
+
+
+@lru_cache(maxsize=32)  # a search for a policy asks for the same ones again and again
+def _pairs(mask: Mask, recompute_before: int) -> AttendedPairs:
+    visible, again = mask.pairs_before(np.array([mask.seq_len, recompute_before]))
+    return AttendedPairs(int(visible), int(again))
+
+
+def attended_pairs(layer_pattern: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
+    """Of all layers of so many equal sequences, over all ranks; `turn`: attention of the layers in turn."""
+    found = [layer_pattern[index % len(layer_pattern)].pairs for index in range(num_layers)]
+    return AttendedPairs(*(sequences * sum(counts) for counts in zip(*found, strict=True)))
+
+
+def attention_layers(
+    config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
+) -> tuple[LayerAttention, ...]:
+    """The layers in turn; layer i of a model is number i modulo their count. Raises ConfigError for a bad mask.
+
+    `documents`: start positions of packed documents that no attention crosses, or nothing.
+    """
+    attention, seq_len = config.attention, config.train.seq_len
+    kinds = attention.mask_layers or (attention.mask,)
+    masks = {kind: build_mask(kind, seq_len, attention, documents) for kind in set(kinds)}
+    policies = checkpoint_kinds(config.memory)
+    cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
+    return tuple(
+        LayerAttention(masks[kinds[i % len(kinds)]], method, cuts[policies[i % len(policies)]])
+        for i in range(math.lcm(len(kinds), len(policies)))
+    )
+
+
+def check_attention(config: RunConfig, topology: Topology) -> None:
+    """Raise ConfigError for a method or a mask that the ranks of `topology` would refuse, before they are started."""
+    attention = config.attention
+    if attention.preset == "auto":
+        attention, method = legal_methods(config, topology)[0]
+    else:
+        method = legal_attention(config, topology)
+    attention_layers(replace(config, attention=attention), method)

@@ -1,1 +1,0 @@
-"""FLOPs, devices, and the time that a plan takes."""

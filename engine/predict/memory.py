@@ -1,0 +1,380 @@
+"""How much memory there is (of a device by its name, of this machine, or as the configuration says), and the
+predictions of a step as others ask for them, its memory and its time: from a process of its own, each at most once.
+No torch.
+
+`engine.training.fake_run.memory` imagines ranks, plans attention and loads torch, none of which belongs into the
+process that asks. Its own is started with the first request, answers one after another and ends when none comes any
+more. Device memory is all that the driver reports; what no tensor can have of it is in `engine.predict.memory_ranks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from engine.config.errors import ConfigError, RunError
+from engine.config.schema import to_plain
+from engine.config.settings import DataConfig, MemoryConfig, RunConfig, dump_config
+from engine.planning.topology import Topology
+from engine.predict.flops import Flops, StepParts, StepTime
+from engine.predict.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
+from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
+from engine.runs.record import python_path
+
+if TYPE_CHECKING:
+    from engine.resolve.memory import MemoryCandidate
+
+MIB = 2**20
+# The operating system, the page cache that data are read through, and the processes' own code.
+HOST_RESERVE_SHARE = 0.03
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine as the driver names it."""
+
+    name: str
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this machine has."""
+
+    gpus: tuple[Gpu, ...]
+    host_bytes: int | None
+    host_source: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a rank needs against the capacity; headroom: of the fuller memory, negative if bytes are missing."""
+
+    device: bool
+    host: bool
+    headroom_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Both."""
+        return self.device and self.host
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Memory that a run may use.
+
+    device_bytes          of one device, for one rank
+    host_bytes_per_node   for all ranks of a node together; None: unknown
+    host_is_device        ranks compute on the CPU: device memory is a share of host memory, and both count together
+    """
+
+    device_name: str
+    device_bytes: int
+    device_source: str
+    host_bytes_per_node: int | None
+    host_source: str
+    local_ranks: int
+    host_is_device: bool = False
+
+    def fit(self, device_bytes: int, host_bytes: int) -> Fit:
+        """Whether a rank that needs so much at its worst moments has it; of host memory an equal share."""
+        left = [self.device_bytes - device_bytes]
+        if self.host_is_device:
+            left = 2 * [left[0] - host_bytes]
+        elif self.host_bytes_per_node is not None:
+            left.append(self.host_bytes_per_node // self.local_ranks - host_bytes)
+        return Fit(left[0] >= 0, all(size >= 0 for size in left[1:]), min(left))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "device": self.device_name,
+            "device_capacity_bytes": self.device_bytes,
+            "device_source": self.device_source,
+            "host_capacity_bytes": self.host_bytes_per_node,
+            "host_source": self.host_source,
+            "local_ranks": self.local_ranks,
+            "host_is_device": self.host_is_device,
+        }
+
+
+def capacity_of(
+    config: RunConfig, local_ranks: int, *, device: str | None = None, hardware: Hardware | None = None
+) -> Capacity:
+    """The memory of a run with `local_ranks` ranks on every node; memory.device_bytes and memory.host_bytes overrule.
+
+    device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or a size (80GB); None: as cluster.machine and
+               cluster.backend say, else this machine's GPUs, else an H100
+    hardware   this machine, from `find_hardware`; None: it is asked
+
+    Raises ConfigError for a device that is not known.
+    """
+    here, memory = hardware or find_hardware(), config.memory
+    name = device or configured_device(config) or (here.gpus[0].name if here.gpus else DEFAULT_DEVICE)
+    found = _capacity(name, local_ranks, here, memory)
+    return (
+        found
+        if memory.device_bytes is None
+        else replace(found, device_bytes=memory.device_bytes, device_source="memory.device_bytes")
+    )
+
+
+def configured_device(config: RunConfig) -> str | None:
+    """What the configuration says about the device, if anything."""
+    cluster = config.cluster
+    if cluster.backend == "gloo" and not cluster.ranks_share_device:
+        return "cpu"
+    return None if cluster.machine.name == "auto" else cluster.machine.name
+
+
+@functools.cache
+def find_hardware() -> Hardware:
+    """What this machine has, asked once: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its
+    control group.
+    """
+    return Hardware(read_nvidia_smi(), *host_memory())
+
+
+def read_nvidia_smi() -> tuple[Gpu, ...]:
+    """GPUs as nvidia-smi lists them; none without it, or when it does not answer in time."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_nvidia_smi(answer.stdout)
+
+
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
+    """GPUs in lines such as `NVIDIA H200, 143771`; a line whose memory is no number ([N/A]) is left out."""
+    rows = [line.rpartition(",") for line in text.splitlines()]
+    return tuple(Gpu(name.strip(), int(mib) * MIB) for name, _, mib in rows if mib.strip().isdigit())
+
+
+def host_memory(proc: str = PROC) -> tuple[int | None, str]:
+    """(bytes that processes here may use, where the number is from); the smallest of RAM and control group limits."""
+    found = {
+        "cgroup memory limit": group_limit_bytes("self", proc),
+        "/proc/meminfo MemTotal": meminfo_bytes("MemTotal", proc),
+    }
+    known = [(size, source) for source, size in found.items() if size is not None]
+    size, source = min(known, default=(None, "unknown"))
+    return None if size is None else round(size * (1 - HOST_RESERVE_SHARE)), source
+
+
+def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig) -> Capacity:
+    """A device by name or by bytes, with the host memory that the configuration says; else one of this machine has this
+    machine's, and so has a CPU that no profile knows better.
+    """
+    said = None if memory.host_bytes is None else (memory.host_bytes, "memory.host_bytes")
+    unknown: tuple[int | None, str] = (None, "unknown")
+    of_here = said or (here.host_bytes, here.host_source)
+    if (given := device_bytes(name)) is not None:
+        return Capacity(name, given, f"as given: {given:,} bytes", *(said or unknown), local_ranks)
+    present = [gpu.total_bytes for gpu in here.gpus if gpu.name == name]
+    if present:
+        return Capacity(name, min(present), "nvidia-smi", *of_here, local_ranks)
+    known = find_device(name)
+    if known is None:
+        raise ConfigError(f"device: {unknown_device(name, 'a size such as 80GB')}")
+    measured = known.host_memory_bytes
+    if known.is_cpu:
+        total, origin = said or ((measured, known.source) if measured else of_here)
+        if total is None:
+            raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
+        source = f"host memory of {known.name if measured else 'this machine'} ({origin}) / {local_ranks} ranks"
+        return Capacity(known.name, total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
+    total = known.memory_bytes or memory.device_bytes
+    if total is None:
+        raise ConfigError(f"device: the memory of {known.name} is not known here; set memory.device_bytes")
+    published = (measured, f"{known.source}, per node (set memory.host_bytes)") if measured else unknown
+    return Capacity(known.name, total, f"{known.source}; {total // MIB} MiB", *(said or published), local_ranks)
+
+
+# --- predictions from a process of their own --------------------------------------------------------------------------
+
+
+SERVER_MODULE = "engine.training.fake_run.memory"
+IDLE_S = 30.0  # for which the process waits for another request
+TIMEOUT_S = 600.0
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Peak memory of the rank that needs most, in bytes; on a CPU `device` is what tensors take outside of stores.
+
+    rank             that rank; `host` figures are of one rank too: those of a node are local ranks times as much
+    phase            in which the device peak comes: forward, loss, backward or optimizer
+    components       {"device": {name: bytes}, "host": {...}} at the two peaks
+    phase_peaks      device bytes of every phase
+    reserve_bytes    on CUDA, besides: context, communicators, fragmentation
+    seconds          that the prediction took
+    """
+
+    device: DeviceKind
+    world_size: int
+    rank: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    phase: str
+    components: Mapping[str, Mapping[str, int]]
+    phase_peaks: Mapping[str, int]
+    reserve_bytes: int
+    seconds: float
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory that a GPU must have free."""
+        return self.device_peak_bytes + self.reserve_bytes
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """(device, host) bytes, as `Capacity.fit` asks for them."""
+        return self.needed_bytes, self.host_peak_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "needed_bytes": self.needed_bytes}
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
+
+    fits     False: the configuration is that of the candidate that lacks least
+    """
+
+    config: RunConfig
+    candidates: tuple[MemoryCandidate, ...]
+    reason: str
+    fits: bool = True
+
+    @property
+    def prediction(self) -> MemoryPrediction | None:
+        """Of the policy that was chosen; None where it was configured."""
+        return self.candidates[0].prediction if self.candidates else None
+
+
+# Predicts a configuration on the ranks of a topology (of the whole world).
+Predict = Callable[[RunConfig, Topology], MemoryPrediction]
+PredictStep = Callable[[RunConfig, Topology, Machine], StepTime]
+
+
+class Predictor:
+    """Asks a process of its own, and remembers the answers."""
+
+    _errors: IO[str]  # what the process says beside its answers
+
+    def __init__(self, module: str = SERVER_MODULE, timeout_s: float = TIMEOUT_S) -> None:
+        self._module, self._timeout_s = module, timeout_s
+        self._process: subprocess.Popen[str] | None = None
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+        """The prediction for `config` on the ranks of `world`.
+
+        Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
+        silent for the time limit.
+        """
+        return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), world))
+
+    def predict_step(self, config: RunConfig, world: Topology, machine: Machine) -> StepTime:
+        """What `engine.predict.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
+        found = self._ask(config, world, machine=to_plain(machine))
+        return StepTime(**{**found, "parts": StepParts(**found["parts"]), "flops": Flops(**found["flops"])})
+
+    def start(self) -> subprocess.Popen[str]:
+        """The process, started if none is running; whoever will ask later may start it sooner."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()  # the files of one that has ended
+        # Tensors have no values there, and a GPU is not needed: it must not be touched while it is in use.
+        environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", self._module]
+        pipe = subprocess.PIPE
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it lives as long as the process
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment
+        )
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._errors.close()
+            self._process = None
+
+    def _ask(self, config: RunConfig, world: Topology, **more: Any) -> dict[str, Any]:
+        place = {"nodes": world.nodes, "local_ranks": world.local_ranks}
+        request = json.dumps({"config": dump_config(config), **place, **more})
+        if request not in self._known:
+            # A process that had waited long enough may end just when this comes.
+            document = json.loads(self._answer(request, again=True) or self._answer(request))
+            if "problems" in document:
+                raise ConfigError(document["problems"])
+            self._known[request] = document
+        return self._known[request]
+
+    def _answer(self, request: str, *, again: bool = False) -> str:
+        """One line; empty when the process ended by itself before and may be asked `again`."""
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        if not select.select([process.stdout], [], [], self._timeout_s)[0]:
+            self.close()
+            raise RunError(f"the prediction did not end within {self._timeout_s:.0f} s and was stopped.")
+        answer = process.stdout.readline()
+        if answer or (again and process.wait() == 0):
+            return answer
+        self._errors.seek(0)
+        words = (self._errors.read().strip().splitlines() or ["nothing"])[-1]
+        raise RunError(f"the prediction failed with exit code {process.wait()}; its last words: {words}.")
+
+
+@functools.cache
+def shared_predictor() -> Predictor:
+    """The one of this process: starting torch takes longer than most predictions."""
+    predictor = Predictor()
+    atexit.register(predictor.close)
+    return predictor
+
+
+def _without_what_takes_no_memory(config: RunConfig) -> RunConfig:
+    """Runs that differ in these need the same; what a machine has is no part of what a rank needs, either."""
+    plain = RunConfig()
+    return replace(
+        config,
+        exp=plain.exp,
+        seed=plain.seed,
+        data=DataConfig(),
+        model=replace(config.model, name=plain.model.name, init_from=None, require_init_from=False),
+        train=replace(
+            config.train,
+            steps=plain.train.steps,
+            checkpoint=plain.train.checkpoint,
+            guard=plain.train.guard,
+            compile=False,
+        ),
+        memory=replace(config.memory, device_bytes=None, host_bytes=None),
+        optimizer=replace(plain.optimizer, max_grad_norm=config.optimizer.max_grad_norm),
+        cluster=replace(plain.cluster, backend=config.cluster.backend, machine=config.cluster.machine),
+    )

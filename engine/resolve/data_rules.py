@@ -1,0 +1,274 @@
+"""Rules of data, and of the weights that a run begins with, evaluates and saves."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config.errors import ConfigError, DataError
+from engine.config.settings import DataConfig, RunConfig
+from engine.pretrained.folder import find_tokenizer
+from engine.pretrained.shape import differences, read_pretrained
+
+if TYPE_CHECKING:
+    from engine.pretrained.shape import Pretrained
+
+_WEIGHT_TOLERANCE = 1e-6  # of a sum: what 0.1 + 0.2 + 0.7 may lack
+
+
+def data_rules(config: RunConfig) -> Iterator[str]:
+    """One sentence per broken rule."""
+    yield from _vocabulary(config)
+    yield from _sources(config.data)
+    yield from _conversations(config.data)
+    yield from _bos(config.data)
+    yield from _lengths(config.data)
+    if config.data.echo_tokens is not None:
+        yield from _echo(config)
+    if not config.cluster.runs_elsewhere:
+        yield from _files(config.data)
+
+
+def weight_rules(config: RunConfig) -> Iterator[str]:
+    """One sentence per broken rule."""
+    yield from _guard(config)
+    yield from _evaluation(config)
+    yield from _other_tokens(config)
+    if config.cluster.runs_elsewhere:
+        yield from _paths_elsewhere(config)
+    elif config.model.init_from is not None:
+        yield from _first_weights(config, Path(config.model.init_from).expanduser())
+
+
+def _vocabulary(config: RunConfig) -> Iterator[str]:
+    """The model has a row for every id that the tokenizer can give; of a tokenizer.json only the file is known here."""
+    rows = config.model.vocab_size
+    needs = {"bytes": 256, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer)
+    if needs is not None and config.data.format != "shards" and rows < needs:
+        smaller = " or a smaller data.bpe_vocab_size" if config.data.tokenizer == "bpe" else ""
+        yield (
+            f"model.vocab_size: got {rows}, but data.tokenizer={config.data.tokenizer} gives {needs} different tokens; "
+            f"set model.vocab_size={needs} or more{smaller}"
+        )
+
+
+def _sources(data: DataConfig) -> Iterator[str]:
+    paths, weights = data.mix_paths, data.mix_weights
+    if data.format == "stdlib" and data.paths:
+        yield (
+            f"data.paths: data.format=stdlib reads no files, but {list(data.paths)} was given; choose what they hold: "
+            "data=text, data=jsonl, data=parquet or data=shards"
+        )
+    if data.format != "stdlib" and not data.paths:
+        yield (
+            f"data.paths: data.format={data.format} reads files, but none was given; add data.paths=[FILE,FOLDER,GLOB]"
+        )
+    if data.format == "shards" and len(data.paths) > 1:
+        yield (
+            f"data.paths has {len(data.paths)} entries; data.format=shards takes one: a prepared folder, a folder with "
+            "manifest.json, or a token file with its manifest (which may list many files)"
+        )
+    for key in ("prompt_field", "messages_field"):
+        if getattr(data, key) is not None and data.format != "jsonl":
+            yield (
+                f"data.{key} names a key of JSON lines, but data.format={data.format}; set data=jsonl or "
+                f"data.{key}=null"
+            )
+    if len(weights) != (len(paths) + 1 if paths else 0) or any(weight <= 0 for weight in weights):
+        yield (
+            f"data.mix_weights: got {list(weights)}, expected one positive number for data.paths and one for each of "
+            f"the {len(paths)} data.mix_paths"
+        )
+
+
+def _conversations(data: DataConfig) -> Iterator[str]:
+    if data.messages_field is None:
+        if data.chat_template is not None:
+            yield (
+                f"data.chat_template={data.chat_template} renders conversations, but data.messages_field is null; name "
+                "the key they stand under (often data.messages_field=messages), or leave the template out"
+            )
+        return
+    if data.prompt_field is not None:
+        yield (
+            f"data.messages_field={data.messages_field} and data.prompt_field={data.prompt_field}: a line is a "
+            "conversation or a prompt and its text; leave one of them out"
+        )
+    if data.chat_template is None and data.tokenizer_path is None:
+        yield (
+            f"data.chat_template: data.tokenizer={data.tokenizer} has no chat template beside it; set "
+            "data.chat_template=chatml, or give a .jinja file"
+        )
+
+
+def _bos(data: DataConfig) -> Iterator[str]:
+    """What would be accepted and do nothing."""
+    if data.format == "shards" and data.bos != "auto":
+        yield f"data.bos={data.bos}: data.format=shards takes tokens as they are; leave data.bos=auto"
+
+
+def _lengths(data: DataConfig) -> Iterator[str]:
+    buckets, weights = data.length_buckets, data.length_weights
+    if any(length < 2 for length in buckets) or any(low >= high for low, high in pairwise(buckets)):
+        yield (
+            f"data.length_buckets: got {list(buckets)}, expected lengths of documents in tokens, each greater than the "
+            "one before, such as [4096,32768]"
+        )
+    if len(weights) != (len(buckets) + 1 if buckets else 0):
+        yield (
+            f"data.length_weights: got {len(weights)} numbers, expected {len(buckets) + 1 if buckets else 0}: one more "
+            f"than the {len(buckets)} data.length_buckets, and none without them"
+        )
+    # Written such that NaN fails, too.
+    elif weights and not (min(weights) >= 0 and abs(sum(weights) - 1) <= _WEIGHT_TOLERANCE):
+        yield f"data.length_weights: got {list(weights)}, expected shares of 0 or more that add up to 1"
+
+
+def _echo(config: RunConfig) -> Iterator[str]:
+    """What comes twice is cut and crosses documents, so nothing may depend on where they begin."""
+    if config.attention.documents:
+        yield "attention.documents=true hides what data.echo_tokens repeats; set one of them to its default"
+    if config.data.length_buckets:
+        yield "data.length_buckets needs whole documents, and data.echo_tokens cuts them; leave one of them out"
+
+
+def _files(data: DataConfig) -> Iterator[str]:
+    """What this machine's disk tells; of other machines' files a launch asks them."""
+    looked = f"(looked from {Path.cwd()})"
+    for entry in data.paths:
+        if not _names_something(entry):
+            yield f"data.paths: no such file or folder: {entry!r} {looked}; give paths that exist"
+    for entry in data.mix_paths:
+        if not Path(entry).expanduser().is_dir():
+            yield f"data.mix_paths: no such folder: {entry!r} {looked}; give folders that `burst data prepare` made"
+    if data.tokenizer_path is not None and not _is_tokenizer(data.tokenizer_path):
+        yield (
+            f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists, "
+            f"or of a folder with one {looked}"
+        )
+    template = data.chat_template
+    if data.messages_field and template not in (None, "chatml") and not Path(template).expanduser().is_file():
+        yield (
+            f"data.chat_template: got {template!r}, expected null, chatml or the path of a .jinja file that exists "
+            f"{looked}"
+        )
+    if data.prepared_dir is not None and Path(data.prepared_dir).expanduser().is_file():
+        yield f"data.prepared_dir: {data.prepared_dir!r} is a file; give a folder, which need not exist"
+
+
+def _is_tokenizer(path: Path) -> bool:
+    try:
+        return path.is_file() or (path.is_dir() and find_tokenizer(path) is not None)
+    except DataError:  # a damaged file beside it, which whoever reads it names
+        return True
+
+
+def _names_something(entry: str) -> bool:
+    """Whether a file, a folder or a glob with at least one match has this name."""
+    path = Path(entry).expanduser()
+    if not entry or path.exists() or not any(character in entry for character in "*?["):
+        return bool(entry) and path.exists()
+    return bool(glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+
+
+def _guard(config: RunConfig) -> Iterator[str]:
+    guard, checkpoint = config.train.guard, config.train.checkpoint
+    if "rewind" in guard.reactions and not (checkpoint.is_periodic or config.train.evaluate_only):
+        yield (
+            "train.guard: rewind goes back to a checkpoint, but none is saved; set train.checkpoint.every_steps or "
+            "train.checkpoint.every_minutes"
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if train.evaluate_only and train.checkpoint.resume_from is None and config.model.init_from is None:
+        yield (
+            "train.evaluate_only=true evaluates weights that are there, but none are named; set "
+            "train.checkpoint.resume_from or model.init_from, or use `burst eval RUN`"
+        )
+
+
+def _other_tokens(config: RunConfig) -> Iterator[str]:
+    """Ids of a tokenizer that was trained just now mean nothing to weights that are older."""
+    if config.model.init_from is not None and config.data.tokenizer == "bpe" and config.data.format != "shards":
+        yield (
+            f"data.tokenizer=bpe is trained on this corpus, so the weights of model.init_from={config.model.init_from} "
+            "know none of its tokens; set data.tokenizer to the tokenizer.json that they were trained with, often "
+            f"{config.model.init_from}/tokenizer.json"
+        )
+
+
+def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
+    """Ranks on other machines start in a folder of their own, so no path can be meant from here.
+
+    What train.checkpoint.resume_from names may be a run, of which a launch finds the path.
+    """
+    settings = config.train.checkpoint
+    named = {
+        "train.checkpoint.folder": settings.folder,
+        "model.init_from": config.model.init_from,
+        **{f"data.mix_paths[{index}]": path for index, path in enumerate(config.data.mix_paths)},
+    }
+    for key, path in named.items():
+        if path is not None and not path.startswith(("/", "~/")):
+            yield f"{key}: got {path!r}, expected a path on the nodes that begins with / or ~/"
+
+
+def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
+    # These load numpy, which checking settings need not.
+    from engine.data.agreement import tokenizer_problem
+    from engine.pretrained.names import check_tied_head, weight_files
+
+    try:
+        pretrained = read_pretrained(folder)
+        if pretrained.model.tie_embeddings:
+            check_tied_head(weight_files(folder))
+        if problem := tokenizer_problem(config):
+            yield problem
+    except (ConfigError, DataError) as error:
+        yield f"model.init_from: {error}"
+        return
+    yield from _other_model(config, pretrained, folder)
+
+
+def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokenizer: bool) -> Iterator[str]:
+    """What contradicts this run in the folder model.init_from of another machine; its weights and the ids of its
+    tokenizer are compared by the ranks.
+
+    Args:
+        config: of the run; it names a folder.
+        document: config.json of the folder.
+        has_tokenizer: whether it has files of a tokenizer.
+    """
+    from engine.data.agreement import bytes_problem
+    from engine.pretrained.folder import ModelFolder
+    from engine.pretrained.shape import pretrained_of
+
+    folder = Path(str(config.model.init_from))
+    if has_tokenizer and (problem := bytes_problem(config, folder)):
+        yield problem
+    try:
+        pretrained = pretrained_of(ModelFolder(folder, document, {}, None))
+    except ConfigError as error:
+        yield f"model.init_from: {error}"
+        return
+    yield from _other_model(config, pretrained, folder)
+
+
+def _other_model(config: RunConfig, pretrained: Pretrained, folder: Path) -> Iterator[str]:
+
+    if found := differences(config.model, pretrained.model):
+        yield (
+            f"model.init_from={folder} holds another model: {'; '.join(found)}. `burst model {folder}` shows its shape"
+        )
+    attention, window = config.attention, pretrained.window_tokens
+    kinds = {*attention.mask_layers} or {attention.mask}
+    if window is not None and "causal" in kinds and config.train.seq_len > window:
+        yield (
+            f"model.init_from={folder}: its tokens look at {window} tokens, but attention.mask=causal lets them look "
+            f"at all {config.train.seq_len}; set attention.mask=window attention.window_tokens={window}"
+        )

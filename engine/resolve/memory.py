@@ -1,0 +1,305 @@
+"""memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
+
+Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; with the optimizer
+on the host where none fits, or a faster one then does. Their memory is predicted (`engine.training.fake_run.memory`) in
+the order of a step's seconds (`engine.predict.step_time`) until one fits. What one keeps is known without either,
+so that those that are hopeless, or slower for certain than one that is not, need neither.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config.errors import ConfigError
+from engine.config.settings import MemoryConfig, RunConfig, Store
+from engine.planning.methods.presets import BYTES_OF
+from engine.planning.topology import Topology, sequence_topology
+from engine.predict.machine import Machine, machine_of
+from engine.predict.memory import Capacity, Fit, MemoryChoice, MemoryPrediction, Predict
+from engine.predict.policy_cost import PolicyCost, method_on, policy_cost
+from engine.predict.step_time import predict_step
+from engine.runs.record import policy_name
+
+# Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
+TIE_TOLERANCE = 0.01
+MOST_GUESSES = 2  # of how many layers of a policy keep on the host
+MOST_PREDICTED = 12  # candidates in a round, about a second each
+LEAST_TILE_TOKENS = 1024
+TILE_SHARE = 0.01  # of the device, for what a tile computes
+_POLICIES: tuple[dict[str, Any], ...] = (
+    {"activation_checkpoint": "none"},
+    {"activation_checkpoint": "attn_out"},
+    *({"activation_checkpoint": "seq_fraction", "saved_fraction": share} for share in (0.75, 0.5, 0.25)),
+    *({"activation_checkpoint": "attn_out_every", "every_layers": size} for size in (2, 4)),
+    {"activation_checkpoint": "full"},
+)
+
+
+@dataclass(frozen=True)
+class MemoryCandidate:
+    """A policy with what it costs, and what it needs where that was predicted.
+
+    step_s       seconds of a step; None: another one is faster for certain, and may fit
+    """
+
+    memory: MemoryConfig
+    cost: PolicyCost
+    step_s: float | None = None
+    prediction: MemoryPrediction | None = None
+    fit: Fit | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """On the device and on the host; None: not predicted."""
+        return None if self.fit is None else self.fit.fits
+
+    @property
+    def name(self) -> str:
+        """The policy in words that name its settings."""
+        return policy_name(self.memory)
+
+    @property
+    def settings(self) -> str:
+        """The policy as overrides."""
+        return " ".join(f"memory.{name}={value}" for name, value in self._settings().items() if value is not None)
+
+    def _settings(self) -> dict[str, Any]:
+        memory, kind = self.memory, self.memory.activation_checkpoint
+        return {
+            "activation_checkpoint": kind,
+            "saved_fraction": memory.saved_fraction if kind == "seq_fraction" else None,
+            "every_layers": memory.every_layers if kind == "attn_out_every" else None,
+            "activation_store": memory.activation_store,
+            "host_layers": memory.host_layers,
+            "tile_tokens": memory.tile_tokens,
+            "optimizer_store": memory.optimizer_store,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for tables and JSON; null what was not predicted."""
+        found, cost = self.prediction, self.cost
+        return {
+            "name": self.name,
+            **self._settings(),
+            "device_peak_bytes": found and found.device_peak_bytes,
+            "needed_bytes": found and found.needed_bytes,
+            "host_peak_bytes": found and found.host_peak_bytes,
+            "kept_bytes": cost.kept_bytes,
+            "moved_bytes": cost.moved_bytes,
+            "recompute_linear_flops": cost.linear_flops,
+            "recompute_attention_flops": cost.attention_flops,
+            "step_s": self.step_s,
+            "fits": self.fits,
+            "fits_device": self.fit and self.fit.device,
+            "fits_host": self.fit and self.fit.host,
+        }
+
+
+def resolve_memory(
+    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
+) -> MemoryChoice:
+    """The fastest policy that fits on the ranks of `world`; a config that names its policy is kept.
+
+    `attention=auto` must have been resolved.
+    """
+    if config.memory.activation_checkpoint != "auto":
+        return MemoryChoice(config, (), "as configured")
+    search = _Search(config, world, capacity, machine or machine_of(config, capacity.device_name), predict)
+    best, *others = search.candidates()
+    assert best.fit is not None
+    room = f"{abs(best.fit.headroom_bytes) / 2**30:.3g} GiB"
+    reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {room}"
+    if best.fit.fits:
+        reason = (
+            f"auto: {best.name} is predicted at {best.step_s:.3g} s a step, and no policy that fits saves more than "
+            f"{TIE_TOLERANCE:.0%} of that; it leaves {room} free"
+        )
+    return MemoryChoice(replace(config, memory=best.memory), (best, *others), reason, best.fit.fits)
+
+
+class _Search:
+    """Policies on trial: a run whose attention is resolved, its ranks, the memory and the speed they have."""
+
+    def __init__(
+        self, config: RunConfig, world: Topology, capacity: Capacity, machine: Machine, predict: Predict
+    ) -> None:
+        self._config, self._world, self._capacity, self._machine = config, world, capacity, machine
+        self._predict = predict
+        self._legal: list[MemoryConfig] = []  # of the rounds so far
+        self._costs: dict[MemoryConfig, PolicyCost] = {}
+        self._seconds: dict[MemoryConfig, float] = {}
+        self._predictions: dict[MemoryConfig, MemoryPrediction] = {}
+
+    def candidates(self) -> list[MemoryCandidate]:
+        """All, the best first, then those that were not tried, by time, then those that were, the nearest first."""
+        best = self._best()
+        tried = sorted(self._predictions, key=lambda one: -self._expected(one).headroom_bytes)
+        others = [one for one in map(self._placed, self._legal) if one not in self._predictions]
+        others.sort(key=lambda one: (not self._expected(one).fits, self._seconds.get(one, math.inf)))
+        return list(map(self._candidate, dict.fromkeys((best, *others, *tried))))
+
+    def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
+        found = self._predictions.get(memory)
+        fit = None if found is None else self._capacity.fit(*found.needs)
+        return MemoryCandidate(memory, self._cost(memory), self._seconds.get(memory), found, fit)
+
+    def _best(self) -> MemoryConfig:
+        """The fastest that fits, else the one of those predicted that lacks least."""
+        problems: list[str] = []
+        found: MemoryConfig | None = None
+        for memories in _rounds(self._config, self._world, self._capacity):
+            if found is not None and not self._cost(found).recompute_flops + self._cost(found).moved_bytes:
+                return found  # with the optimizer on the host nothing would be faster
+            legal = []
+            for memory in memories:
+                try:
+                    self._cost(memory)
+                    legal.append(memory)
+                except ConfigError as error:  # tiles under tensor parallelism
+                    problems += error.problems
+            self._legal += legal
+            # What keeps least by its own working set alone: that of others, which may need more, has ruled it out.
+            lean = [memory for memory in legal if memory.activation_checkpoint == "full"]
+            found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, own=True)
+        if found is not None:
+            return found
+        if not self._legal:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        if not self._predictions:
+            placed = map(self._placed, self._legal)
+            self._try(max(placed, key=lambda one: self._capacity.fit(*self._cost(one).least).headroom_bytes))
+        return max(self._predictions, key=lambda one: self._expected(one).headroom_bytes)
+
+    def _first_that_fits(
+        self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, own: bool = False
+    ) -> MemoryConfig | None:
+        """The fastest that fits, if it is faster than another one; `own`: as `_expected`."""
+        within_s = math.inf if than is None else self._step_s(than) * (1 - TIE_TOLERANCE)
+        for _ in range(MOST_PREDICTED):
+            placed = [self._placed(memory, own=own) for memory in memories]
+            hopeful = [one for one in placed if self._expected(one, own=own).fits]
+            fastest = self._fastest(hopeful) if hopeful else None
+            if fastest is None or self._step_s(fastest) > within_s:
+                return None
+            if self._try(fastest).fits:
+                return fastest
+        return None
+
+    def _fastest(self, hopeful: Sequence[MemoryConfig]) -> MemoryConfig:
+        """The one that takes least time; of those alike the one that moves nothing and is whole."""
+        costs = [self._cost(one) for one in hopeful]
+        timed = [one for one in hopeful if not any(_is_faster(cost, self._cost(one)) for cost in costs)]
+        least_s = min(map(self._step_s, timed))
+
+        def order(one: MemoryConfig) -> tuple[float, ...]:
+            step_s, is_on_host = self._step_s(one), one.activation_store == "host"
+            later = (step_s - least_s) // (TIE_TOLERANCE * least_s)
+            return later, is_on_host, one.tile_tokens is not None, step_s, sum(self._cost(one).least)
+
+        return min(timed, key=order)
+
+    def _step_s(self, memory: MemoryConfig) -> float:
+        if memory not in self._seconds:
+            config = replace(self._config, memory=memory)
+            self._seconds[memory] = predict_step(config, self._world, self._machine).seconds
+        return self._seconds[memory]
+
+    def _cost(self, memory: MemoryConfig) -> PolicyCost:
+        """Raises ConfigError where the configuration cannot run with this policy."""
+        if memory not in self._costs:
+            config = replace(self._config, memory=memory)
+            self._costs[memory] = policy_cost(config, method_on(config, self._world))
+        return self._costs[memory]
+
+    def _try(self, memory: MemoryConfig) -> Fit:
+        if memory not in self._predictions:
+            self._predictions[memory] = self._predict(replace(self._config, memory=memory), self._world)
+        return self._expected(memory)
+
+    def _expected(self, memory: MemoryConfig, *, own: bool = False) -> Fit:
+        """As predicted; else with the most that those that work alike need beside what they have at least.
+
+        own   reckon with what the same policy needed, not with others like it: what is computed again differs
+        """
+
+        def alike(one: MemoryConfig) -> tuple[Any, ...]:
+            kind = one.activation_checkpoint
+            return kind if own else kind == "none", one.tile_tokens, one.activation_store, one.optimizer_store
+
+        if memory in self._predictions:
+            return self._capacity.fit(*self._predictions[memory].needs)
+        like = [one for one in self._predictions if alike(one) == alike(memory)]
+        device, host = (
+            least + max([0, *(self._predictions[one].needs[place] - self._cost(one).least[place] for one in like)])
+            for place, least in enumerate(self._cost(memory).least)
+        )
+        return self._capacity.fit(device, host)
+
+    def _placed(self, memory: MemoryConfig, *, own: bool = False) -> MemoryConfig:
+        """The policy with as few layers on the host as leave the others room on the device.
+
+        As it is where nothing lies on the host, where not even all layers there are enough, where it is resolved, and
+        where none need be there: that is a candidate of its own. And where two guesses were wrong: the peak then hardly
+        depends on the layers, and a step of one at a time would use up all predictions.
+        """
+
+        def has_room(**changes: Any) -> bool:
+            return self._expected(replace(memory, **changes), own=own).device
+
+        guesses = sum(replace(one, host_layers=None) == memory for one in self._predictions)
+        is_free = memory.activation_store == "host" and memory.host_layers is None and guesses < MOST_GUESSES
+        if not is_free or method_on(self._config, self._world).chunk_store == "host":
+            return memory
+        if not has_room() or has_room(activation_store="device"):
+            return memory
+        counts = range(1, self._config.model.num_layers)
+        place = bisect.bisect_left(counts, True, key=lambda count: has_room(host_layers=count))
+        return replace(memory, host_layers=counts[place]) if place < len(counts) else memory
+
+
+def _is_faster(one: PolicyCost, other: PolicyCost) -> bool:
+    """Whether a policy computes nothing again and moves nothing that the other does not, and less of something."""
+    costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (one, other)]
+    return costs[0] != costs[1] and all(less <= more for less, more in zip(*costs, strict=True))
+
+
+def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[list[MemoryConfig]]:
+    """With and without tiles; then with the optimizer on the host. What the configuration says is not changed.
+
+    Host memory of unknown size is not used.
+    """
+    memory = replace(config.memory, checkpoint_layers=())
+    has_host = capacity.host_bytes_per_node is not None and not capacity.host_is_device
+    stores: tuple[Store, ...] = ("device", "host") if has_host else ("device",)
+    if memory.activation_store is not None:
+        stores = (memory.activation_store,)
+    first = [
+        replace(memory, **policy, activation_store=store, host_layers=memory.host_layers if store == "host" else None)
+        for store in stores
+        for policy in _POLICIES
+    ]
+    rows = config.train.seq_len // sequence_topology(config, world).size
+    tile_tokens = _tile_tokens(config, rows, capacity)
+    tiled = [replace(policy, tile_tokens=tile_tokens) for policy in first]
+    tileable = memory.tile_tokens is None and config.attention.chunk_tokens is None and rows > tile_tokens
+    yield [*first, *tiled] if tileable else first
+    if memory.optimizer_store == "device" and has_host:
+        yield [replace(policy, optimizer_store="host") for policy in (tiled if tileable else first)]
+
+
+def _tile_tokens(config: RunConfig, rows: int, capacity: Capacity) -> int:
+    """Rows of a tile: as many as a matrix of the layer is wide, for fast products, and more where there is room.
+
+    For every tile adds its gradients to those of all weights. Room: an eighth of the rows, and of the device a little
+    for gate, up, their product and the gradients of these.
+    """
+    model = config.model
+    row_bytes = 6 * model.ffn_hidden_size * BYTES_OF[config.train.compute_dtype]
+    tile_tokens = max(LEAST_TILE_TOKENS, model.hidden_size)
+    while 16 * tile_tokens <= rows and 2 * tile_tokens * row_bytes <= TILE_SHARE * capacity.device_bytes:
+        tile_tokens *= 2
+    return tile_tokens

@@ -1,0 +1,411 @@
+"""Rules between settings, and between settings and this machine's files: every broken one at once.
+
+Standard library only. World size may be unknown while a configuration is composed (`cluster.ranks_per_node` null:
+one rank per GPU, found at launch); rules that need it are then skipped, and apply once the launcher has filled it in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from engine.config.cluster import ClusterConfig, ContainerConfig
+from engine.config.errors import ConfigError
+from engine.config.schema import Problem, range_problems, walk_fields
+from engine.config.settings import ModelConfig, RunConfig
+from engine.planning.methods.presets import legal_attention, tile_tokens_of
+from engine.planning.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
+from engine.planning.visibility.options import mask_problems
+from engine.predict.machine import find_device, find_machine, read_rates, unknown_device
+from engine.resolve.data_rules import data_rules, weight_rules
+
+_STEP_RANGE = re.compile(r"(\d+):(\d+)")
+_SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
+
+
+def check_config(config: RunConfig) -> None:
+    """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule."""
+    if texts := [*(problem.text for problem in config_problems(config)), *_start(config)]:
+        raise ConfigError(texts)
+
+
+def config_problems(config: RunConfig) -> list[Problem]:
+    """One problem per broken rule; rules that read a number which is itself out of range are silent.
+
+    A rule yields a sentence, and the settings that it names are those that the problem concerns; or the problem itself,
+    where it concerns more.
+    """
+    if unknown := list(_unknown_homes(config)):  # rules that look at such a path would fail
+        return unknown
+    problems = list(range_problems(config))
+    out_of_range = {key for problem in problems for key in problem.keys}
+    for rule in _RULES:
+        found = (one if isinstance(one, Problem) else _named_in(one) for one in rule(config))
+        problems += [problem for problem in found if out_of_range.isdisjoint(problem.keys)]
+    return problems
+
+
+def _unknown_homes(value: Any, key: str = "") -> Iterator[Problem]:
+    """Paths that lie in homes of users whom this machine does not know."""
+    if is_dataclass(value):
+        for item in fields(value):
+            yield from _unknown_homes(getattr(value, item.name), f"{key}.{item.name}".lstrip("."))
+    elif isinstance(value, tuple):
+        for entry in value:
+            yield from _unknown_homes(entry, key)
+    elif isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:  # noqa: PTH111
+        yield Problem((key,), f"{key}: got {value!r}, but this machine knows no such user; give the whole path")
+
+
+def _named_in(text: str) -> Problem:
+    words = re.findall(r"\w+(?:\.\w+)*", text)
+    return Problem(tuple(dict.fromkeys(word for word in words if word in _SETTINGS)), text)
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.num_kv_heads > model.num_heads or model.num_heads % max(1, model.num_kv_heads):
+        yield (
+            f"model.num_kv_heads: got {model.num_kv_heads}, expected a divisor of model.num_heads={model.num_heads}: "
+            f"{legal_sizes(model.num_heads)}"
+        )
+    if model.head_dim % 2:
+        yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"
+
+
+def _rope(config: RunConfig) -> Iterator[str]:
+    scaling = config.model.rope_scaling
+    if scaling.kind in ("yarn", "llama3") and scaling.original_seq_len is None:
+        yield f"model.rope_scaling.original_seq_len: kind={scaling.kind} needs the length that the model was trained on"
+    if scaling.kind == "none" and scaling.factor != 1.0:
+        yield (
+            f"model.rope_scaling.factor: got {scaling.factor}, but kind=none stretches nothing; set "
+            "model.rope_scaling.kind to linear, ntk, yarn or llama3"
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.warmup_steps > steps:
+        yield (
+            f"optimizer.warmup_steps: got {optimizer.warmup_steps}, expected at most train.steps={steps}; "
+            "set both, such as optimizer.warmup_steps=0"
+        )
+    if optimizer.decay_steps is None:
+        return
+    if optimizer.schedule != "wsd":
+        yield (
+            f"optimizer.decay_steps: only optimizer.schedule=wsd has a final decay, not {optimizer.schedule}; "
+            "leave it null or choose wsd"
+        )
+    elif optimizer.warmup_steps + optimizer.decay_steps > steps:
+        yield (
+            f"optimizer.decay_steps: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} steps exceed "
+            f"train.steps={steps}; shorten one or train longer"
+        )
+
+
+def _train(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if train.profile is None:
+        return
+    found = _STEP_RANGE.fullmatch(train.profile)
+    if found is None or not 1 <= int(found[1]) < int(found[2]) <= train.steps + 1:
+        yield (
+            f"train.profile: got {train.profile!r}, expected START:STOP with 1 <= START < STOP <= "
+            f"{train.steps + 1} (steps count from 1, STOP is left out), such as 5:8 for the steps 5, 6 and 7"
+        )
+
+
+def _memory(config: RunConfig) -> Iterator[str]:
+    """Policies that exclude each other, and what an optimizer that runs inside backward cannot know."""
+    memory = config.memory
+    if memory.activation_checkpoint == "auto" and memory.checkpoint_layers:
+        yield (
+            "memory.checkpoint_layers: names the policies of the layers, but memory.activation_checkpoint=auto chooses "
+            "them; set memory.checkpoint_layers=[], or another activation_checkpoint"
+        )
+    if memory.host_layers is not None and memory.activation_store != "host":
+        yield (
+            f"memory.host_layers={memory.host_layers} says how many layers keep in host memory what backward needs, "
+            "which memory.activation_store=host asks for; set that, or memory.host_layers=null"
+        )
+    if memory.optimizer_in_backward:
+        yield from update_in_backward_problems(config)
+    if memory.moments_dtype == "int8" and importlib.util.find_spec("torchao") is None:
+        yield (
+            "memory.moments_dtype=int8 needs torchao, which is not installed; run: pip install 'burst-train[int8]', "
+            "or set memory.moments_dtype=float32"
+        )
+
+
+def _start(config: RunConfig) -> Iterator[str]:
+    """What stands against starting a run, but not against looking at its plan or preparing its data."""
+    model = config.model
+    if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
+        yield (
+            f"model.init_from: null, but exp={config.exp} goes on with a trained model and would start from random "
+            "weights; set model.init_from=FOLDER of a Hugging Face model (`burst model FOLDER` shows its settings), or "
+            "model.require_init_from=false to train from scratch"
+        )
+
+
+def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
+    """Why weights cannot be updated inside backward under this configuration; nothing: they can."""
+    clip, micro_steps = config.optimizer.max_grad_norm, config.train.grad_accum_steps
+    replicas = config.parallel.dp_replicate_size
+    given = "memory.optimizer_in_backward=true"
+    if clip is not None:
+        yield (
+            f"{given} updates layers before the norm of all gradients is known, but "
+            f"optimizer.max_grad_norm={clip:g}; set optimizer.max_grad_norm=null"
+        )
+    if micro_steps > 1:
+        yield (
+            f"{given} updates a layer after its first backward pass, but "
+            f"train.grad_accum_steps={micro_steps} adds up several; set train.grad_accum_steps=1"
+        )
+    if config.train.guard.may_drop:
+        yield (
+            f"{given} has updated the weights before a step can be judged, but "
+            "train.guard may drop steps; set train.guard.on_nonfinite=stop and train.guard.spike_deviations=null"
+        )
+    if replicas > 1:
+        yield (
+            f"{given} saves nothing here: FSDP2 keeps all reduced gradients until the end "
+            f"of backward, but parallel.dp_replicate_size={replicas}; set parallel.dp_replicate_size=1"
+        )
+
+
+def _degrees(config: RunConfig) -> Iterator[Problem]:
+    """Degrees multiply to the number of ranks, nodes divide it, and slices of a matrix lie in one node."""
+    world_size, nodes, parallel = config.cluster.world_size, config.cluster.topology_groups, config.parallel
+    sizes = {key: value for key, value in vars(parallel).items() if key.endswith("_size")}
+    if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
+        return
+    try:
+        place_ranks(parallel, world_size, nodes)
+    except ConfigError as error:
+        keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
+        for text in error.problems:
+            yield Problem(keys, text)
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    """Every matrix can be sliced."""
+    if config.parallel.tp_size > 0:
+        yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
+
+
+def _masks(config: RunConfig) -> Iterator[str]:
+    """Masks have what they need, and documents are told apart where the data can say them."""
+    attention = config.attention
+    yield from mask_problems(attention, {attention.mask, *attention.mask_layers})
+    if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
+        yield f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})"
+    if attention.documents and config.train.micro_batch_size > 1:
+        yield (
+            f"attention.documents=true needs train.micro_batch_size=1, got {config.train.micro_batch_size}: the "
+            "sequences of a micro-batch share one plan; use train.grad_accum_steps instead"
+        )
+    if attention.layout in ("per_document", "balanced") and config.parallel.tp_size > 1:
+        yield (
+            f"attention.layout={attention.layout} gives ranks blocks of unequal length, which tensor parallel ranks "
+            "cannot divide; choose another layout or set parallel.tp_size=1"
+        )
+    if attention.layout == "per_document" and not attention.documents:
+        yield "attention.layout=per_document divides every document over the ranks; set attention.documents=true"
+
+
+def _attention(config: RunConfig) -> Iterator[Problem]:
+    """What `legal_attention` refuses, as soon as the number of ranks that share a sequence is known."""
+    cp_size = known_cp_size(config.parallel, config.cluster.world_size)
+    attention = config.attention
+    sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
+    if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
+        return
+    if attention.preset == "auto":  # takes a legal method, or says later why there is none
+        return
+    try:
+        tile_tokens_of(config, legal_attention(config, _topology(config, cp_size)))
+    except ConfigError as error:
+        keys = (f"attention.{item.name}" for item in fields(attention))
+        for text in error.problems:
+            yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
+
+
+def _has_legal_heads(model: ModelConfig) -> bool:
+    return model.num_kv_heads > 0 and model.num_heads > 0 and model.num_heads % model.num_kv_heads == 0
+
+
+def _topology(config: RunConfig, cp_size: int) -> Topology:
+    """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
+    world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
+    try:
+        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
+        return degrees.cp_topology(topology)
+    except ConfigError:  # of which another rule speaks
+        return Topology(1, cp_size)
+
+
+# Ranks and their supervisors find each other by these.
+_OURS = frozenset({"BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"})
+_TORCHRUN = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\x00\r\n]*)", re.DOTALL)
+_LOGIN = r"[^\s-]\S*", "a name without dash in front"
+_DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a name of lower-case letters, digits, - and ."
+_LABEL_VALUE = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL_VALUE}"
+_PATH = r"(?!(.*/)?\.\.([/:]|$))%s/[^\x00-\x1f\x7f%s]*"
+_EXPECTED_PATH = "an absolute path{}, without `..`, `:` and control characters, such as {}"
+_HOMELY = " or one in the home folder (~/...)"
+# Texts of a form, alone or in a list: its pattern, and in words what is expected.
+_FORMS: dict[str, tuple[str, str]] = {
+    "exp": (
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+        "what can name the folder of a run; use letters, digits, '.', '_' and '-', at most 100",
+    ),
+    "cluster.shared_folder": (_PATH % ("", ":"), _EXPECTED_PATH.format("", "/shared")),
+    "cluster.node_folder": (_PATH % ("~?", ":"), _EXPECTED_PATH.format(_HOMELY, "/scratch/burst")),
+    "cluster.python": (_PATH % ("~?", ""), _EXPECTED_PATH.format(_HOMELY, "/opt/venv/bin/python")),
+    "cluster.ssh.user": _LOGIN,
+    "cluster.ssh.jump": _LOGIN,
+    "cluster.slurm.time_limit": (
+        r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){1,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}",
+        "[DAYS-]HH:MM:SS, such as 12:00:00 or 2-00:00:00",
+    ),
+    "cluster.slurm.options": (r"--[^\x00-\x1f\x7f]*", "--NAME=VALUE, one option per item"),
+    **{f"cluster.kubernetes.{name}": _DNS_NAME for name in ("claim", "namespace", "queue", "runtime")},
+    "cluster.kubernetes.context": _LOGIN,
+    "cluster.kubernetes.gpu_resource": (_LABEL_KEY, "DOMAIN/NAME, such as nvidia.com/gpu"),
+    "cluster.kubernetes.memory_per_pod": (r"\d{1,15}(\.\d{1,6})?([kMGTPE]i?)?", "a quantity such as 200Gi"),
+    "cluster.kubernetes.node_selector": (f"{_LABEL_KEY}=({_LABEL_VALUE})?", "KEY=VALUE, a label of nodes"),
+    "cluster.container.image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}", "NAME:TAG"),
+    "cluster.container.mounts": (_PATH % ("", ":") + "(:rw)?", "an absolute path of the nodes, or PATH:rw"),
+}
+
+
+def _forms(config: RunConfig) -> Iterator[str]:
+    for key, (pattern, expected) in _FORMS.items():
+        value = attrgetter(key)(config)
+        for index, text in enumerate(value if isinstance(value, tuple) else (value,)):
+            if text is not None and re.fullmatch(pattern, text) is None:
+                place = f"{key}[{index}]" if isinstance(value, tuple) else key
+                yield f"{place}: got {text!r}, expected {expected}"
+
+
+def machine_problems(config: RunConfig) -> Iterator[str]:
+    """One sentence per broken rule."""
+    cluster = config.cluster
+    for rule in (_launcher, _machine, _environment, _kubernetes):
+        yield from rule(cluster)
+    yield from _container(cluster.container)
+
+
+def _machine(cluster: ClusterConfig) -> Iterator[str]:
+    name, rates = cluster.machine.name, cluster.machine.rates
+    try:
+        known = name == "auto" or find_device(name)
+    except ConfigError as error:  # a profile that cannot be read
+        yield from (f"cluster.machine.name: {text}" for text in error.problems)
+        return
+    if not known:
+        yield f"cluster.machine.name: {unknown_device(name, 'auto')}"
+        return
+    try:
+        find_machine("cpu" if name == "auto" else name, read_rates(rates))
+    except ConfigError as error:
+        yield from (f"cluster.machine.rates: {text}" for text in error.problems)
+
+
+def _launcher(cluster: ClusterConfig) -> Iterator[str]:
+    if cluster.launcher != "local":
+        return
+    if cluster.nodes is not None:
+        yield (
+            f"cluster.launcher=local starts ranks on this machine, but cluster.nodes={cluster.nodes} names others; "
+            "leave one of them out, or add cluster=local"
+        )
+    elif (cluster.num_nodes or 1) > 1:
+        yield (
+            f"cluster.launcher=local starts ranks on this machine, but cluster.num_nodes={cluster.num_nodes}; "
+            "leave it null (cluster.topology_nodes treats ranks as lying on several)"
+        )
+
+
+def _environment(cluster: ClusterConfig) -> Iterator[str]:
+    names: set[str] = set()
+    for index, setting in enumerate(cluster.environment):
+        key = f"cluster.environment[{index}]"
+        found = _ASSIGNMENT.fullmatch(setting)
+        # The value may be a secret that came there by mistake: only what stands before it is told.
+        shown = repr(setting.partition("=")[0])
+        if found is None:
+            yield f"{key}: {shown} is not NAME=VALUE in one line, with a name of letters, digits and _"
+        elif found[1] in _OURS | _TORCHRUN:
+            who = "burst" if found[1] in _OURS else "torchrun"
+            yield f"{key}: {found[1]} is set by {who} for every rank; leave it out"
+        elif found[1] in names:
+            yield f"{key}: {found[1]} is set twice; leave one of them out"
+        else:
+            names.add(found[1])
+
+
+def _kubernetes(cluster: ClusterConfig) -> Iterator[str]:
+    needed = {
+        "kubernetes.claim": "the PersistentVolumeClaim (ReadWriteMany) that all pods mount, for runs and data",
+        "container.image": "the image of the pods, in a registry that the nodes can pull from",
+    }
+    for name, what in needed.items():
+        if cluster.resolved_launcher == "kubernetes" and attrgetter(name)(cluster) is None:
+            yield f"cluster.launcher=kubernetes needs cluster.{name}: {what}"
+
+
+def _container(container: ContainerConfig) -> Iterator[str]:
+    if container.runtime == "docker" and not container.image:
+        yield (
+            "cluster.container.runtime=docker needs an image: set cluster.container.image=NAME:TAG, the one that "
+            "`burst image build --tag NAME:TAG` makes"
+        )
+    if not _is_command(container.command):
+        yield f"cluster.container.command: got {container.command!r}, expected a command line such as docker"
+    # The value of an option may stand in an item of its own; what stands first is one.
+    if container.run_options and not container.run_options[0].startswith("-"):
+        yield (
+            f"cluster.container.run_options: got {container.run_options[0]!r} first, expected options of `docker run`, "
+            "such as --gpus=all, one per item"
+        )
+
+
+def _is_command(text: str) -> bool:
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return False
+    return bool(words) and not words[0].startswith("-")
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
+    _forms,
+    _model,
+    _rope,
+    _optimizer,
+    _train,
+    data_rules,
+    weight_rules,
+    _memory,
+    machine_problems,
+    _degrees,
+    _tensor_parallel,
+    _masks,
+    _attention,
+)
