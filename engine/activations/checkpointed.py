@@ -161,7 +161,7 @@ class _Group:
 
 def _group_of(call: LayerCall, forward_pass: ForwardPass) -> _Group:
     """Return the group of a layer in this forward pass; a layer that saves its input starts a new one."""
-    index = call.execution.policy.place
+    index = call.execution.policy.index
     if index == 0:
         forward_pass.group = _Group()
     group = forward_pass.group

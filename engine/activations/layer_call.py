@@ -100,7 +100,7 @@ class LayerCall:
     def tensors_to_save(self, hidden: Tensor, out: Tensor, saved: SavedAttention) -> dict[str, Tensor]:
         """Return the tensors that the policy saves, by name: hidden, q, k, v, out, lse, local_out or some of them."""
         policy = self.execution.policy
-        tensors = {"hidden": self.runtime.stored(hidden.detach())} if policy.keeps_input else {}
+        tensors = {"hidden": self.runtime.stored(hidden.detach())} if policy.saves_input else {}
         if policy.kind == "none":
             tensors |= {name: getattr(saved, name) for name in ("q", "k", "v", "out", "lse")}
             # After a head exchange `saved.out` is that of other rows and heads; `finish` needs that of the local rows.

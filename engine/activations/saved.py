@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.activations.store import ActivationStore, SavedTensors
-from engine.device.host_memory import lies_in_host_memory
+from engine.device.host_memory import is_in_host_memory
 
 MINIMUM_BYTES = 1 << 20  # smaller tensors stay on an accelerator: a copy has a fixed cost
 
@@ -69,7 +69,7 @@ class _Packer:
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """Return what autograd holds instead of `tensor`."""
-        if self._stays(tensor):
+        if self._is_exempt(tensor):
             # Detached: a node that holds its own output with the graph would be a cycle that is never freed.
             return tensor.detach()
         if _fills_memory(tensor):
@@ -78,7 +78,7 @@ class _Packer:
         elements = tensor.detach().contiguous()
         return _View(self._store.save([elements.view(-1)]), tuple(tensor.shape), elements.stride())
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def _is_exempt(self, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
             return True
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, (nn.Parameter, DTensor)):
@@ -86,7 +86,7 @@ class _Packer:
         storage, minimum = tensor.untyped_storage(), 1 if tensor.device.type == "cpu" else MINIMUM_BYTES
         if not minimum <= tensor.nbytes <= storage.nbytes():  # more bytes than storage: an expanded tensor
             return True
-        return id(storage) in self._left_ids or lies_in_host_memory(tensor)
+        return id(storage) in self._left_ids or is_in_host_memory(tensor)
 
     def _save_once(self, elements: Tensor, version: int) -> SavedTensors:
         """Save `elements`, or return the entry of an earlier save of the same memory; a write changes the version."""

@@ -80,7 +80,7 @@ class DeviceStore:
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """See `ActivationStore`."""
-        return _OnDevice(tuple(_own_memory(tensor) for tensor in tensors))
+        return _OnDevice(tuple(_compact(tensor) for tensor in tensors))
 
 
 class _OnDevice:
@@ -96,7 +96,7 @@ class _OnDevice:
         self._tensors = None
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
+def _compact(tensor: Tensor) -> Tensor:
     """Return the tensor detached, contiguous, in a storage of its own size: a view would keep its base alive."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
@@ -212,7 +212,7 @@ class HostStore(Generic[Event]):
         for contents in tuple(self._flying):
             self._wait_for_copy(contents)
         for contents in tuple(self._ahead):
-            self._forget_load(contents)
+            self._end_load(contents)
 
     def fetch(self, contents: _Contents[Event]) -> tuple[Tensor, ...]:
         """Return an entry's tensors (`SavedTensors.fetch`) and start loading the entry saved before it.
@@ -229,7 +229,7 @@ class HostStore(Generic[Event]):
             tensors = alive
         else:
             load = contents.ahead or self._load(contents)
-            self._forget_load(contents)
+            self._end_load(contents)
             self._wait(load.done)
             contents.fetched = tuple(weakref.ref(tensor) for tensor in load.tensors)
             tensors = load.tensors
@@ -268,7 +268,7 @@ class HostStore(Generic[Event]):
         contents.sources = ()
         self._flying.remove(contents)
 
-    def _forget_load(self, contents: _Contents[Event]) -> None:
+    def _end_load(self, contents: _Contents[Event]) -> None:
         """End the tracking of an early load, which was fetched or is freed; compute waits for it first.
 
         Freed memory goes back to the compute stream, so it must not be reused before the load has written it.
@@ -286,7 +286,7 @@ class HostStore(Generic[Event]):
         contents.released = True
         if contents in self._flying:
             self._wait_for_copy(contents)
-        self._forget_load(contents)
+        self._end_load(contents)
         self.pool.give_back(contents.buffers)
         contents.buffers = ()
 

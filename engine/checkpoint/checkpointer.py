@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.checkpoint.fetch import Disk, Fetch
-from engine.checkpoint.parts import HostCopies, file_name, held_parts, read_parts, share_out, write_parts
+from engine.checkpoint.parts import HostCopies, file_name, local_parts, read_parts, share_out, write_parts
 from engine.checkpoint.state import TrainingTensors
 from engine.config.settings import CheckpointConfig
 from engine.distributed.collectives import gather_objects
@@ -179,7 +179,7 @@ class Checkpointer:
             folder = new_folder(self.root, snapshot.step, save_id)
         try:
             with agreeing():
-                held = held_parts(snapshot.tensors, self._rank)
+                held = local_parts(snapshot.tensors, self._rank)
             held_by_rank = [held] * dist.get_world_size(self._group)
             dist.gather_object(held, held_by_rank if self._rank == 0 else None, 0, group=self._group)
             chosen = self._broadcast(share_out(held_by_rank) if self._rank == 0 else None)
@@ -229,7 +229,7 @@ class Checkpointer:
             CheckpointError: All checkpoints are damaged, or the newest undamaged one does not fit.
         """
         steps = self._common_steps(self.root)
-        manifest = self._newest(self.root, steps, self._disk, is_own=True)
+        manifest = self._newest(self.root, steps, self._disk, is_this_run=True)
         if manifest is not None:
             self._read(self.root, manifest, target, accept)
             self._restored = manifest.step
@@ -252,16 +252,16 @@ class Checkpointer:
         """
         root, named = self._find_source(source)
         steps = self._common_steps(root) if named is None else [named]
-        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), is_own=False)
+        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), is_this_run=False)
         if manifest is None:
             raise CheckpointError(f"{source} has no checkpoint that all ranks see")
         self._read(root, manifest, target, accept)
         return manifest
 
-    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, *, is_own: bool) -> Manifest | None:
+    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, *, is_this_run: bool) -> Manifest | None:
         """Return the manifest of the first undamaged checkpoint among `steps`, or None.
 
-        is_own: the checkpoints are of this run, so damaged ones are moved aside; else they are skipped.
+        is_this_run: the checkpoints are of this run, so damaged ones are moved aside; else they are skipped.
         """
         for step in steps:
             checkpoint = Checkpoint.of(root, step)
@@ -270,14 +270,14 @@ class Checkpointer:
                 if step != steps[0] and self._rank == 0:
                     self._warn(f"continuing from the older checkpoint of step {step} instead of step {steps[0]}")
                 return manifest
-            if not is_own and step == steps[-1]:
+            if not is_this_run and step == steps[-1]:
                 raise CheckpointError(problem)
-            if is_own:
+            if is_this_run:
                 with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
                     if self._disk.is_leader and checkpoint.path.exists():
                         put_aside(checkpoint, problem)
             if self._rank == 0:
-                reaction = "moved aside" if is_own else "skipped"
+                reaction = "moved aside" if is_this_run else "skipped"
                 self._warn(f"the checkpoint of step {step} is {reaction}: {problem}")
         return None
 
@@ -346,7 +346,7 @@ class Checkpointer:
             foreign = {name for name, file in manifest.files.items() if file.storage not in disk.others} - local
             absent = {name for name in foreign if not (checkpoint.path / name).exists()}
             # The ranks that share a disk divide its files among them.
-            verify_files(checkpoint.path, manifest, sorted(local | foreign - absent)[disk.place :: disk.ranks])
+            verify_files(checkpoint.path, manifest, sorted(local | foreign - absent)[disk.index :: disk.ranks])
         except CheckpointError as error:
             problem = str(error)
         answers = self._gather((None if manifest is None else manifest.save_id, problem, absent))

@@ -28,20 +28,20 @@ class Disk:
 
     Attributes:
         storage: Id of the disk.
-        place: Index of this rank among those that see the same disk.
+        index: Index of this rank among those that see the same disk.
         ranks: Number of ranks that see the same disk.
         others: Ids of the disks of other ranks.
     """
 
     storage: str
-    place: int
+    index: int
     ranks: int
     others: frozenset[str]
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first that sees the disk."""
-        return self.place == 0
+        return self.index == 0
 
 
 @dataclass(frozen=True)

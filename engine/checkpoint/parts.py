@@ -29,7 +29,7 @@ def file_name(rank: int) -> str:
     return f"rank{rank:05d}.safetensors"
 
 
-def held_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, TensorFacts]:
+def local_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, TensorFacts]:
     """Return the part of each tensor that this rank holds, as a chunk of its own file.
 
     Args:
@@ -48,20 +48,20 @@ def held_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, TensorFact
     return facts
 
 
-def share_out(held: Sequence[Mapping[str, TensorFacts]]) -> dict[str, TensorFacts]:
+def share_out(parts_by_rank: Sequence[Mapping[str, TensorFacts]]) -> dict[str, TensorFacts]:
     """Assign every chunk to one writer: of the ranks that hold it, the one with the fewest elements so far.
 
     Args:
-        held: `held_parts` of every rank.
+        parts_by_rank: `local_parts` of every rank.
 
     Returns:
         Every tensor with chunks that cover it once.
     """
     elements: Counter[str] = Counter()  # to be written, by file
     assigned = {}
-    for name, facts in held[0].items():
+    for name, facts in parts_by_rank[0].items():
         offers: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Chunk]] = {}
-        for chunk in (chunk for parts in held for chunk in parts[name].chunks):
+        for chunk in (chunk for parts in parts_by_rank for chunk in parts[name].chunks):
             offers.setdefault((chunk.offsets, chunk.sizes), []).append(chunk)
         chosen = []
         for offered in offers.values():
@@ -104,12 +104,12 @@ def read_parts(
         find: Returns the paths of the given files.
     """
     wanted: dict[str, list[tuple[Tensor, str, tuple[slice, ...]]]] = {}
-    for name, facts in held_parts(tensors, 0).items():
+    for name, facts in local_parts(tensors, 0).items():
         local = local_part(tensors[name].detach())
-        for held in facts.chunks:
+        for part in facts.chunks:
             for chunk in saved[name].chunks:
-                if (box := held.common(chunk)) is not None:
-                    target = local[_within(box, held)]
+                if (box := part.common(chunk)) is not None:
+                    target = local[_within(box, part)]
                     wanted.setdefault(chunk.file, []).append((target, chunk.key, _within(box, chunk)))
     paths = find(set(wanted))
     for name, parts in wanted.items():
@@ -127,16 +127,16 @@ class HostCopies:
     """Reusable copies of this rank's parts in host memory, pinned if there is a GPU."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy this rank's parts of `tensors`, the same ones at every call; the next call overwrites the copies."""
         on_gpu = torch.cuda.is_available()
         for name, tensor in tensors.items():
             local = local_part(tensor.detach())
-            if name not in self._held:
-                self._held[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_gpu)
-            self._held[name].copy_(local, non_blocking=on_gpu)
+            if name not in self._copies:
+                self._copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_gpu)
+            self._copies[name].copy_(local, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
-        return self._held
+        return self._copies

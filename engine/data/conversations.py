@@ -64,31 +64,31 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 parse_json = json.JSONDecoder(object_pairs_hook=_unique_keys).decode
 
 
-def read_conversation(row: Mapping[str, Any], messages: list[Any], place: str) -> Conversation:
-    """The conversation of `row`, whose messages these are. place: FILE:LINE.
+def read_conversation(row: Mapping[str, Any], messages: list[Any], location: str) -> Conversation:
+    """The conversation of `row`, whose messages these are. location: FILE:LINE.
 
     Raises DataError for what are no messages, marks that disagree, and values of another form.
     """
     for key in row.keys() & _RENAMED.keys():
         if row[key]:
-            raise _bad(place, f"the row has {key!r}, which no template gets. Write it as {_RENAMED[key]}")
-    if _learning_mark(row, f"{place}: the row") is False:
-        raise _bad(place, "the row is marked as not learned. Leave such lines out")
+            raise _bad(location, f"the row has {key!r}, which no template gets. Write it as {_RENAMED[key]}")
+    if _learning_mark(row, f"{location}: the row") is False:
+        raise _bad(location, "the row is marked as not learned. Leave such lines out")
     for index, message in enumerate(messages):
-        _check_message(message, f"{place}: message {index}")
-    learned = tuple(_is_learned(message, f"{place}: message {index}") for index, message in enumerate(messages))
+        _check_message(message, f"{location}: message {index}")
+    learned = tuple(_is_learned(message, f"{location}: message {index}") for index, message in enumerate(messages))
     if not any(message["role"] == "assistant" for message in messages):
         raise _bad(
-            place,
+            location,
             f"the assistant says nothing in its {len(messages)} messages, so nothing would be learned. "
             "Leave such lines out",
         )
     if not any(learned):
-        raise _bad(place, "every message of the assistant is marked as not learned. Leave such lines out")
-    tools, documents, kwargs = (_table(row, key, place) for key in _TABLE_KEYS)
+        raise _bad(location, "every message of the assistant is marked as not learned. Leave such lines out")
+    tools, documents, kwargs = (_table(row, key, location) for key in _TABLE_KEYS)
     for key in kwargs or ():
         if key in _RESERVED:
-            raise _bad(place, f"chat_template_kwargs sets {key!r}, which the row itself gives. Leave it out")
+            raise _bad(location, f"chat_template_kwargs sets {key!r}, which the row itself gives. Leave it out")
     columns = frozenset(key for key, value in row.items() if value is not None) - _TABLE_KEYS.keys()
     return Conversation(
         tuple(messages),
@@ -100,35 +100,35 @@ def read_conversation(row: Mapping[str, Any], messages: list[Any], place: str) -
     )
 
 
-def _bad(place: str, why: str) -> DataError:
-    return DataError(f"{place}: {why}.")
+def _bad(location: str, why: str) -> DataError:
+    return DataError(f"{location}: {why}.")
 
 
 def _bad_mark(owner: str, why: str) -> DataError:
     return DataError(f"{owner} {why}.")
 
 
-def _check_message(message: Any, place: str) -> None:
+def _check_message(message: Any, location: str) -> None:
     if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
         raise DataError(
-            f"{place} is {message!r:.80}, in the form of ShareGPT; expected the keys role and content. Convert it: "
+            f"{location} is {message!r:.80}, in the form of ShareGPT; expected the keys role and content. Convert it: "
             "from becomes role (human: user, gpt: assistant; system and tool stay), value becomes content."
         )
     if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message["role"]):
         raise DataError(
-            f"{place} is {message!r:.80}; expected an object with a role and a content. Mend the line or leave it out."
+            f"{location} is {message!r:.80}; expected an object with role and content. Mend the line or leave it out."
         )
     content = message.get("content")
     if content is None:
         if any(message.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS)):
             return
         raise DataError(
-            f"{place} is {message!r:.80}; expected a string as content, which only a message with tool_calls may lack. "
+            f"{location} is {message!r:.80}; expected a string as content; only a message with tool_calls may lack it. "
             'Mend the line, write "" for an empty text, or leave the line out.'
         )
     if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_text_part, content))):
         raise DataError(
-            f"{place} is {message!r:.80}; expected a string as content, or a list of parts "
+            f"{location} is {message!r:.80}; expected a string as content, or a list of parts "
             '{"type": "text", "text": ...}. Mend the line or leave it out.'
         )
 
@@ -137,34 +137,34 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _is_learned(message: Message, place: str) -> bool:
-    mark, is_assistant = _learning_mark(message, place), message["role"] == "assistant"
+def _is_learned(message: Message, location: str) -> bool:
+    mark, is_assistant = _learning_mark(message, location), message["role"] == "assistant"
     if mark and not is_assistant:
         raise _bad_mark(
-            place,
+            location,
             f"has the role {message['role']!r} and is marked to be learned, but only messages of the "
             "assistant are. Remove the mark, or leave the line out",
         )
     return is_assistant and mark is not False
 
 
-def _learning_mark(record: Mapping[str, Any], place: str) -> bool | None:
+def _learning_mark(record: Mapping[str, Any], location: str) -> bool | None:
     """What the keys of LEARNING_KEYS say; None where there is none. Raises DataError unless all say the same."""
     marks = {key: record[key] for key in record if key in LEARNING_KEYS and record[key] is not None}
     for key, value in marks.items():
         if not (isinstance(value, bool | int | float) and value in (0, 1)):
             raise _bad_mark(
-                place,
+                location,
                 f"has {key}={value!r}; expected 0 or false (read, not learned), or 1 or true. Parts and "
                 "other weights are not implemented: mend the line or leave it out",
             )
     if len({bool(value) for value in marks.values()}) > 1:
         listed = " and ".join(f"{key}={value!r}" for key, value in marks.items())
-        raise _bad_mark(place, f"has {listed}, which contradict each other. Keep one of them")
+        raise _bad_mark(location, f"has {listed}, which contradict each other. Keep one of them")
     return bool(next(iter(marks.values()))) if marks else None
 
 
-def _table(row: Mapping[str, Any], key: str, place: str) -> Any:
+def _table(row: Mapping[str, Any], key: str, location: str) -> Any:
     """The value under `key` of a row, decoded where it is stored as JSON; None where there is none."""
     value: Any = row.get(key)
     kind: Any = _TABLE_KEYS[key]
@@ -177,7 +177,7 @@ def _table(row: Mapping[str, Any], key: str, place: str) -> Any:
         return None
     if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
         what = "an object" if kind is dict else "a list of objects"
-        raise _bad(place, f"{key!r} is {value!r:.60}; expected {what}, or the JSON text of it. Mend the line")
+        raise _bad(location, f"{key!r} is {value!r:.60}; expected {what}, or the JSON text of it. Mend the line")
     return value
 
 

@@ -149,23 +149,23 @@ def _windows(chunks: Iterable[TextChunk], overlap: int) -> Iterator[_Window]:
 
 def _spliced(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[tuple[_Window, int | None]]:
     """The windows with their ids, and the token of each at which the next one continues, null for its end."""
-    held: _Window | None = None
+    previous: _Window | None = None
     for window in _encoded(windows, tokenizer, is_chat):
-        if window.is_last and (held is None or tokenizer.is_local or window.chunk.begins):
+        if window.is_last and (previous is None or tokenizer.is_local or window.chunk.begins):
             yield window, None
             continue
         if tokenizer.is_local:
             yield window, None
-        elif held is None or window.chunk.begins:
-            held = window
-        elif not held.wanted and (seam := _seam(held, window)) is not None:
-            yield held, seam[0]
-            held = replace(window, first=seam[1])
+        elif previous is None or window.chunk.begins:
+            previous = window
+        elif not previous.wanted and (seam := _seam(previous, window)) is not None:
+            yield previous, seam[0]
+            previous = replace(window, first=seam[1])
         else:
-            held = _widened(held, window, tokenizer, is_chat)
-        if held is not None and window.is_last:
-            yield held, None
-            held = None
+            previous = _widened(previous, window, tokenizer, is_chat)
+        if previous is not None and window.is_last:
+            yield previous, None
+            previous = None
 
 
 def _encoded(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[_Window]:
@@ -197,13 +197,13 @@ def _encode_group(group: Sequence[_Window], tokenizer: Tokenizer, is_chat: bool)
             yield replace(window, ids=spans.ids, offsets=offsets, word_starts=spans.word_starts)
 
 
-def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
-    """(a token of `held`, the same of `window`) amid a run of equal tokens; None where they do not agree."""
-    assert held.offsets is not None
+def _seam(previous: _Window, window: _Window) -> tuple[int, int] | None:
+    """(a token of `previous`, the same of `window`) amid a run of equal tokens; None where they do not agree."""
+    assert previous.offsets is not None
     assert window.offsets is not None
-    tail = max(held.first, int(np.searchsorted(held.offsets[:, 0], window.start)))
-    head = int(np.searchsorted(window.offsets[:, 0], held.end))
-    ends = _tokens(held)[tail:], _tokens(window)[:head]
+    tail = max(previous.first, int(np.searchsorted(previous.offsets[:, 0], window.start)))
+    head = int(np.searchsorted(window.offsets[:, 0], previous.end))
+    ends = _tokens(previous)[tail:], _tokens(window)[:head]
     # Tokens that begin where no other of theirs begins can be found in the other window by that.
     begins = [np.unique(tokens[:, 1], return_index=True) for tokens in ends]
     _, ours, theirs = np.intersect1d(begins[0][0], begins[1][0], assume_unique=True, return_indices=True)
@@ -217,12 +217,12 @@ def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
     if not len(edges):
         return None
     first, after = edges[np.diff(edges, axis=1).argmax()].tolist()
-    texts = {held.chunk.text[begin:end] for begin, end in (ends[0][first:after, 1:] - held.start).tolist()}
+    texts = {previous.chunk.text[begin:end] for begin, end in (ends[0][first:after, 1:] - previous.start).tolist()}
     if after - first < AGREED_TOKENS or len(texts) < _DISTINCT_TOKENS:
         return None
     seams = np.arange(first, after)
-    if held.word_starts is not None and window.word_starts is not None:
-        seams = seams[held.word_starts[tail + seams] & window.word_starts[seams - shift]]
+    if previous.word_starts is not None and window.word_starts is not None:
+        seams = seams[previous.word_starts[tail + seams] & window.word_starts[seams - shift]]
     if not len(seams):
         return None
     seam = int(seams[len(seams) // 2])
@@ -236,20 +236,20 @@ def _tokens(window: _Window) -> Ids:
     return np.column_stack((window.ids, window.offsets))
 
 
-def _widened(held: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
+def _widened(previous: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
     """Both as one window. It is encoded when it is twice as long as what was held, lest this takes time squared."""
     size = len(window.chunk.text)
-    chunk = held.chunk.followed_by(window.chunk.part(min(held.end - window.start, size), size))
-    wanted = held.wanted or 2 * len(held.chunk.text)
+    chunk = previous.chunk.followed_by(window.chunk.part(min(previous.end - window.start, size), size))
+    wanted = previous.wanted or 2 * len(previous.chunk.text)
     wider = replace(
-        held, chunk=chunk, is_last=window.is_last, text_bytes=held.text_bytes + window.text_bytes, wanted=wanted
+        previous, chunk=chunk, is_last=window.is_last, text_bytes=previous.text_bytes + window.text_bytes, wanted=wanted
     )
     if len(chunk.text) < wanted and not window.is_last:
         return wider
     [spans] = tokenizer.encode_with_offsets([chunk.text], finds_special=is_chat)
-    offsets = spans.offsets + held.start
+    offsets = spans.offsets + previous.start
     found = replace(wider, ids=spans.ids, offsets=offsets, word_starts=spans.word_starts, wanted=0)
-    if not np.array_equal(_tokens(found)[: held.first], _tokens(held)[: held.first]):
+    if not np.array_equal(_tokens(found)[: previous.first], _tokens(previous)[: previous.first]):
         raise DataError(
             f"tokenizer {tokenizer.name} gives a text of {len(chunk.text):,} characters ids that depend on its end, so "
             "this document cannot be encoded in parts. Cut it into documents, or give another data.tokenizer."

@@ -115,7 +115,7 @@ class Sampler:
         self._seed = splitmix64(seed)  # the order inside the sources is drawn from the seed itself
         self._first_step = self._first_sample = 0
 
-    def place_of(self, number: int) -> tuple[TokenShards, int]:
+    def locate(self, number: int) -> tuple[TokenShards, int]:
         """(shards, which of their samples) of sample `number`."""
         source = 0
         if self.shares:
@@ -135,8 +135,8 @@ class Sampler:
         micro_steps = (step - self._first_step) * self.grad_accum_steps + micro_step
         first = self._first_sample + (micro_steps * dp_size + dp_rank) * batch_size
         numbers = tuple(range(first, first + batch_size))
-        places = [self.place_of(number) for number in numbers]
-        return replace(_collect(self.sources[0].seq_len, places, self.documents_apart), samples=numbers)
+        locations = [self.locate(number) for number in numbers]
+        return replace(_collect(self.sources[0].seq_len, locations, self.documents_apart), samples=numbers)
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
@@ -202,13 +202,13 @@ def permute(position: int, size: int, key: tuple[int, int]) -> int:
             return value
 
 
-def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]], documents_apart: bool) -> Batch:
+def _collect(seq_len: int, locations: Sequence[tuple[TokenShards, int]], documents_apart: bool) -> Batch:
     """The batch of these samples, a row each; past the end of the shards tokens are padding, labels -100."""
-    shape = (len(places), seq_len)
+    shape = (len(locations), seq_len)
     tokens = np.empty(shape, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     documents = []
-    for row, (shards, sample) in enumerate(places):
+    for row, (shards, sample) in enumerate(locations):
         tokens[row] = shards.manifest.eod_id or 0
         start = min(sample * seq_len, shards.token_count - 1)
         ids = shards.read(start, min(seq_len + 1, shards.token_count - start))

@@ -197,9 +197,9 @@ class TokenShards:
 
 @dataclass(frozen=True, eq=False)
 class EchoedShards(TokenShards):
-    """A token set in chunks of `piece_tokens`, each twice in a row; a last chunk that is not whole is left out.
+    """A token set in chunks of `chunk_tokens`, each twice in a row; a last chunk that is not whole is left out.
 
-        tokens  a b c d e f g h ...      piece_tokens = 4:  a b c d a b c d e f g h e f g h ...
+        tokens  a b c d e f g h ...      chunk_tokens = 4:  a b c d a b c d e f g h e f g h ...
 
     The second time text can be told from memory, however long ago it was. With train.seq_len twice as long the second
     half of every sample repeats the first. Small models learn within minutes to look back over half of their context
@@ -207,12 +207,12 @@ class EchoedShards(TokenShards):
     a longer context is used.
     """
 
-    piece_tokens: int
+    chunk_tokens: int
 
     @property
     def token_count(self) -> int:
         """See `TokenShards.token_count`."""
-        return len(self.window) // self.piece_tokens * self.piece_tokens * 2
+        return len(self.window) // self.chunk_tokens * self.chunk_tokens * 2
 
     def read(self, start: int, count: int) -> Ids:
         """See `TokenShards.read`."""
@@ -236,15 +236,15 @@ class EchoedShards(TokenShards):
     def _twice(self, get: Callable[[int, int], npt.NDArray[_Entry]], start: int, count: int) -> npt.NDArray[_Entry]:
         self._check_range(start, count)
         positions = np.arange(start, start + count, dtype=np.int64)
-        sources = positions // (2 * self.piece_tokens) * self.piece_tokens + positions % self.piece_tokens
+        sources = positions // (2 * self.chunk_tokens) * self.chunk_tokens + positions % self.chunk_tokens
         first = int(sources.min(initial=start))
         found: npt.NDArray[_Entry] = get(first, int(sources.max(initial=first - 1)) + 1 - first)[sources - first]
         return found
 
 
-def echoed(shards: TokenShards, piece_tokens: int) -> TokenShards:
-    """`shards` with every chunk of `piece_tokens` tokens twice in a row; no index of documents: they are in chunks."""
-    return EchoedShards(shards.manifest, shards.folder, shards.parts, None, shards.prompts, shards.window, piece_tokens)
+def echoed(shards: TokenShards, chunk_tokens: int) -> TokenShards:
+    """`shards` with every chunk of `chunk_tokens` tokens twice in a row; no index of documents: they are in chunks."""
+    return EchoedShards(shards.manifest, shards.folder, shards.parts, None, shards.prompts, shards.window, chunk_tokens)
 
 
 def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:

@@ -126,7 +126,7 @@ class Source:
         """
         problems, is_empty = Problems(), True
         skipped = Problems() if skipped is None else skipped
-        for chunk in self._good_pieces(max_bytes, problems, skipped if self.skips_bad_rows else problems):
+        for chunk in self._good_chunks(max_bytes, problems, skipped if self.skips_bad_rows else problems):
             is_empty = False
             yield chunk
         if problems.count:
@@ -134,7 +134,7 @@ class Source:
         if is_empty and skipped.count:
             raise DataError(f"no row is left, data.on_bad_row=skip leaves all of them out. {skipped.listed()}")
 
-    def _good_pieces(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[TextChunk]:
+    def _good_chunks(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[TextChunk]:
         """As `chunks`, over what is wrong with files in `problems` and with rows in `bad_rows`."""
         left = math.inf if max_bytes is None else max_bytes
         for parts in chain.from_iterable(_documents(self.read, path, problems, bad_rows) for path in self.files):
@@ -161,12 +161,12 @@ def _documents(
             if isinstance(document, BadRow):
                 bad_rows.add(document.problem)
             else:
-                yield _pieces_until_problem(document, problems)
+                yield _chunks_until_problem(document, problems)
     except DataError as error:
         problems.add(str(error))
 
 
-def _pieces_until_problem(document: Document, problems: Problems) -> Document:
+def _chunks_until_problem(document: Document, problems: Problems) -> Document:
     try:
         yield from document
     except DataError as error:
@@ -283,15 +283,15 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
 def _read_text(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
     if config.on_bad_row == "skip":  # no chunk may be given of a file that turns out to be bad further on
         try:
-            for _piece in _text_pieces(path):
+            for _piece in _text_chunks(path):
                 pass
         except _BadTextError as error:
             yield BadRow(str(error))
             return
-    yield _text_pieces(path)
+    yield _text_chunks(path)
 
 
-def _text_pieces(path: Path) -> Iterator[TextChunk]:
+def _text_chunks(path: Path) -> Iterator[TextChunk]:
     offset, carry, is_last = 0, b"", False
     with _open_bytes(path) as file:
         while not is_last:
@@ -318,17 +318,17 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             try:
                 record = parse_json(line.decode("utf-8-sig").rstrip("\r\n"))
                 if not isinstance(record, dict):
-                    raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
-                chunks = _record_pieces(record, place, config, template)
+                    raise DataError(f"{location}: {line[:40]!r} is no object; expected one JSON object per line.")
+                chunks = _record_chunks(record, location, config, template)
                 b"".join(chunk.data for chunk in chunks)  # raises where half of a surrogate pair is missing
             except DataError as error:
                 yield BadRow(str(error))
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-                yield BadRow(f"{place}: bad JSON ({error}). Expected one JSON object per line.")
+                yield BadRow(f"{location}: bad JSON ({error}). Expected one JSON object per line.")
             else:
                 yield chunks
 
@@ -347,15 +347,15 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
             _field(dict.fromkeys(file.schema_arrow.names, ""), str(path), config, "text_field")
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
                 for at in range(batch.num_rows):
-                    place = f"{path}: row {row}"
+                    location = f"{path}: row {row}"
                     row += 1
                     try:
                         record = {name: batch.column(name)[at].as_py() for name in batch.schema.names}
-                        chunks = _record_pieces(record, place, config, None)
+                        chunks = _record_chunks(record, location, config, None)
                     except DataError as error:
                         yield BadRow(str(error))
                     except UnicodeDecodeError as error:
-                        yield BadRow(f"{place}: invalid UTF-8 ({error.reason}). Mend the row or leave it out.")
+                        yield BadRow(f"{location}: invalid UTF-8 ({error.reason}). Mend the row or leave it out.")
                     else:
                         yield chunks
     except (pyarrow.ArrowException, OSError) as error:
@@ -363,29 +363,29 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
         raise DataError(f"{path} cannot be read as parquet from row {row} on: {reason}. Check the file.") from None
 
 
-def _record_pieces(
-    record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
+def _record_chunks(
+    record: dict[str, Any], location: str, config: DataConfig, template: ChatTemplate | None
 ) -> list[TextChunk]:
     if template is not None:
-        conversation = read_conversation(record, _field(record, place, config, "messages_field", list), place)
-        return [*split_text(*template.render_chat(conversation, place))]
-    text = _field(record, place, config, "text_field")
+        conversation = read_conversation(record, _field(record, location, config, "messages_field", list), location)
+        return [*split_text(*template.render_chat(conversation, location))]
+    text = _field(record, location, config, "text_field")
     if config.prompt_field is None:
         return [*split_text(text)]
-    prompt = _field(record, place, config, "prompt_field")
+    prompt = _field(record, location, config, "prompt_field")
     return [*split_text(prompt + text, ((len(prompt), len(prompt) + len(text)),))]  # one text: tokens may join them
 
 
-def _field(record: dict[str, Any], place: str, config: DataConfig, setting: str, kind: type = str) -> Any:
+def _field(record: dict[str, Any], location: str, config: DataConfig, setting: str, kind: type = str) -> Any:
     """What stands under the key that a setting names."""
     key = getattr(config, setting)
     if key not in record:
         keys = ", ".join(sorted(record)) or "none"
-        raise DataError(f"{place}: no key '{key}'; keys present: {keys}. Set data.{setting} to one of them.")
+        raise DataError(f"{location}: no key '{key}'; keys present: {keys}. Set data.{setting} to one of them.")
     if not isinstance(record[key], kind):
         what = "a string" if kind is str else "a list of messages"
         raise DataError(
-            f"{place}: '{key}' is {record[key]!r:.60}; expected {what}. Mend it or set another data.{setting}."
+            f"{location}: '{key}' is {record[key]!r:.60}; expected {what}. Mend it or set another data.{setting}."
         )
     return record[key]
 

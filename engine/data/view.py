@@ -90,7 +90,7 @@ def training_views(data: TrainingData, config: RunConfig, step: int, count: int)
     sampler.start_at(0, first)
     for row in range(count):
         batch = sampler.batch(0, 0, row, max(count, 1), 1)  # row number `row` of the stream after `first`
-        shards, sample = sampler.place_of(first + row)
+        shards, sample = sampler.locate(first + row)
         views.append(_view(first + row, batch, 0, shards, sample))
     return views
 

@@ -43,7 +43,7 @@ class HostMemoryError(MemoryError):
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Return an uninitialised tensor in host memory, marked so that `lies_in_host_memory` recognises it.
+    """Return an uninitialised tensor in host memory, marked so that `is_in_host_memory` recognises it.
 
     All host memory of activations is allocated here, so that on a CPU it can be distinguished from device memory.
 
@@ -63,7 +63,7 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> T
     return tensor
 
 
-def lies_in_host_memory(tensor: Tensor) -> bool:
+def is_in_host_memory(tensor: Tensor) -> bool:
     """Return whether the tensor's memory was allocated by `host_empty`, or is being allocated by it."""
     return getattr(_this_thread, "allocates", False) or getattr(tensor.untyped_storage(), _MARK, False) is True
 

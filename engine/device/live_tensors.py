@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from engine.device.host_memory import lies_in_host_memory
+from engine.device.host_memory import is_in_host_memory
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
@@ -102,7 +102,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, classify: Classifier | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._classify = classify or (lambda _, tensor: Label(on_host=lies_in_host_memory(tensor)))
+        self._classify = classify or (lambda _, tensor: Label(on_host=is_in_host_memory(tensor)))
         self._storages: dict[int, _Storage] = {}  # by id of the storage, which lives as long as its memory does
         self._seen = 0
         self.device = Memory()
@@ -151,12 +151,12 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages seen so far: a point in time for `relabel_since`."""
         return self._seen
 
-    def relabel_since(self, moment: int, component: str, *, keep: frozenset[str]) -> None:
-        """Gives storages seen since `moment` and still alive another component, but for those of `keep`."""
+    def relabel_since(self, moment: int, component: str, *, exclude: frozenset[str]) -> None:
+        """Gives storages seen since `moment` and still alive another component, but for those of `exclude`."""
         for storage in reversed(list(self._storages.values())):
             if storage.number < moment:
                 break
-            if storage.label.component not in keep:
+            if storage.label.component not in exclude:
                 self._count(storage, storage.size, storage.label._replace(component=component))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,11 +179,11 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = _Storage(weakref.ref(storage), 0, self._classify(func, tensor), self._seen)
             self._storages[key] = known
             self._seen += 1
-            weakref.finalize(storage, self._forget, key).atexit = False
+            weakref.finalize(storage, self._remove, key).atexit = False
         if known.size != size:
             self._count(known, size, known.label)
 
-    def _forget(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         storage = self._storages.pop(key)
         self._count(storage, 0, storage.label)
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from engine.config.settings import RunConfig
 from engine.distributed.mesh import Mesh
 from engine.optim.adamw import clip_gradients, global_norm, square_sum
-from engine.parallel.fsdp import fsdp_modules, own_parameters
+from engine.parallel.fsdp import fsdp_modules, unit_parameters
 
 UNITS_AHEAD = 2  # FSDP units whose gradients may wait for the worker
 
@@ -155,7 +155,7 @@ class HostUpdates(Updates):
         self._units: list[list[nn.Parameter]] = []
         for unit in fsdp_modules(model):
             assert isinstance(unit, nn.Module)
-            self._units.append(parameters := own_parameters(unit))
+            self._units.append(parameters := unit_parameters(unit))
             # prepend: before FSDP2's own hook, which copies the shards to the device to gather them.
             unit.register_forward_pre_hook(partial(self._before_forward, parameters), prepend=True)
 

@@ -76,7 +76,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
-def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
+def unit_parameters(unit: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters that are gathered with `unit`, not with a unit nested in it."""
     inside = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
     others = {parameter for module in inside for parameter in module.parameters()}

@@ -165,13 +165,13 @@ def compile_layers(model: LlamaModel, device: torch.device) -> None:
             "install g++, name another compiler in the variable CXX, or set train.compile=false"
         )
     if device.type == "cpu":
-        _use_own_cache()
+        _use_private_cache()
     for layer in model.layers:
         for half in ("project", "finish"):
             setattr(layer, half, torch.compile(getattr(layer, half)))
 
 
-def _use_own_cache() -> None:
+def _use_private_cache() -> None:
     """Point torch's compiler at a temporary folder instead of the user's shared one.
 
     A process that is killed while the linker writes to the shared folder leaves a truncated library, which torch (2.13)

@@ -26,22 +26,22 @@ def worst_ranks(config: RunConfig, method: AttentionMethod) -> list[int]:
     """Global ranks of which one needs most: one in most runs, at most three."""
     layers = tuple(dict.fromkeys(attention_layers(config, method)))
     blocks = divide_run(config, method, layers)
-    kept = [_kept_rows(layer, blocks) for layer in layers]
+    saved = [_saved_rows(layer, blocks) for layer in layers]
     if method.cp_size <= MOST_RANKS_COMPARED:
-        of_layers = zip(layers, kept, strict=True)
+        of_layers = zip(layers, saved, strict=True)
         places = {_largest([_attention_bytes(layer, blocks, config.model, rows) for layer, rows in of_layers])}
         places |= set() if _shards_are_equal(config, method) else {0}
     else:
         # Without plans: the last rank of a contiguous layout sees most; elsewhere the first sees as much as any, up to
         # a part of a block.
-        best = _largest(kept)
+        best = _largest(saved)
         places = {0, method.cp_size - 1} if method.layout == "contiguous" else {0}
-        if sum(rows[best] for rows in kept) > _NOTEWORTHY * sum(rows[0] for rows in kept):
+        if sum(rows[best] for rows in saved) > _NOTEWORTHY * sum(rows[0] for rows in saved):
             places.add(best)
     return sorted(place * config.parallel.tp_size for place in places)
 
 
-def _attention_bytes(layer: LayerAttention, blocks: Blocks, model: ModelConfig, kept: list[int]) -> list[int]:
+def _attention_bytes(layer: LayerAttention, blocks: Blocks, model: ModelConfig, saved: list[int]) -> list[int]:
     """Bytes of one layer's buffers, and of the results that all layers like it keep, on every rank; to compare."""
     token = TokenBytes(model.num_heads, model.num_kv_heads, model.head_dim)
     plans = plan_method(layer.method, layer.mask, blocks)
@@ -53,7 +53,7 @@ def _attention_bytes(layer: LayerAttention, blocks: Blocks, model: ModelConfig, 
         for plan in (plans.forward, plans.backward)
     ]
     results = model.num_layers * token.of(Kind.OUT_LSE)
-    return [max(sizes) + rows * results for *sizes, rows in zip(*passes, kept, strict=True)]
+    return [max(sizes) + rows * results for *sizes, rows in zip(*passes, saved, strict=True)]
 
 
 def _shards_are_equal(config: RunConfig, method: AttentionMethod) -> bool:
@@ -65,7 +65,7 @@ def _shards_are_equal(config: RunConfig, method: AttentionMethod) -> bool:
     return all(count % parts == 0 for count in rows)
 
 
-def _kept_rows(layer: LayerAttention, blocks: Blocks) -> list[int]:
+def _saved_rows(layer: LayerAttention, blocks: Blocks) -> list[int]:
     """Rows whose attention is not computed again, of the ring block that every rank works on."""
     by_member = blocks.ring_rows_from(layer.recompute_before or 0)
     return [by_member[blocks.grid.coordinates(rank)[0]] for rank in range(blocks.grid.size)]

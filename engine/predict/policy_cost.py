@@ -98,7 +98,7 @@ def kept_bytes(
     if policy.kind == "full":
         return hidden
     if policy.kind == "attn_out_every":
-        return rows * result_row + hidden * policy.keeps_input
+        return rows * result_row + hidden * policy.saves_input
     if policy.kind != "none":
         return hidden + round((rows if policy.kind == "attn_out" else kept_rows) * result_row)
     # Tiled layers compute all but attention again whatever the policy: they keep what attention saves.
@@ -112,7 +112,7 @@ def kept_bytes(
     return inputs + inside + hidden + 2 * _WIDE_BYTES * (rows // tp_size)
 
 
-def own_parameters(config: RunConfig, method: AttentionMethod) -> int:
+def rank_parameters(config: RunConfig, method: AttentionMethod) -> int:
     """Parameters that one rank holds and updates: all, over the ranks that share them."""
     parallel = config.parallel
     return count_parameters(config.model).total // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
@@ -134,7 +134,7 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     kept, matrices = zip(*_layer_costs(config, method, layer_pattern), strict=True)
     on_host = sum(kept[: layers_on_host(config, method)])
     on_device = sum(kept) - on_host
-    numbers, moved = own_parameters(config, method), 2 * micro_steps * on_host
+    numbers, moved = rank_parameters(config, method), 2 * micro_steps * on_host
     states = state_bytes(memory, numbers, gradients=False)
     if memory.optimizer_store == "host":  # weights go up for every pass, gradients down
         moved += 3 * micro_steps * _WIDE_BYTES * numbers
@@ -185,7 +185,7 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
     if policy.kind == "none":
         return finish if tiled else 0
     again = project + finish
-    if policy.place < policy.group_size - 1:  # the chain of inputs
+    if policy.index < policy.group_size - 1:  # the chain of inputs
         again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
     return again
 

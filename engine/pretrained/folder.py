@@ -70,9 +70,9 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class ChatSource:
-    """The text of a chat template. place: the file it was read from, for errors."""
+    """The text of a chat template. location: the file it was read from, for errors."""
 
-    place: str
+    location: str
     text: str
 
 
@@ -154,15 +154,15 @@ class TokenizerFiles:
         files = dict(self._template_files())
         if files:
             return files
-        place, found = str(self.folder / TOKENIZER_CONFIG_FILE), self.settings.get("chat_template")
+        location, found = str(self.folder / TOKENIZER_CONFIG_FILE), self.settings.get("chat_template")
         if isinstance(found, str):
-            return {"default": ChatSource(place, found)}
+            return {"default": ChatSource(location, found)}
         if isinstance(found, Mapping):
             found = [{"name": name, "template": text} for name, text in found.items()]
         entries = [entry for entry in found or () if isinstance(entry, Mapping)]
         pairs = ((entry.get("name"), entry.get("template")) for entry in entries)
         return {
-            name: ChatSource(place, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)
+            name: ChatSource(location, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)
         }
 
     def _template_files(self) -> Iterator[tuple[str, ChatSource]]:

@@ -24,9 +24,9 @@ from engine.planning.methods.presets import (
     PRESETS,
     AttentionMethod,
     Circulated,
-    circulation_reason,
     leaves_direction_free,
     legal_attention,
+    moving_operand_reason,
 )
 from engine.planning.schedules.plan import plan_backward, token_bytes_of
 from engine.planning.topology import Topology
@@ -124,7 +124,7 @@ def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: t
     least = min(seconds.values())
     best = next(choice for choice in choices if seconds[choice] <= least * (1 + TIE_TOLERANCE))
     told = ", ".join(f"{c}{f' with {n} deferred' if n else ''} {s:.3g} s" for (c, n), s in seconds.items())
-    return replace(_with(method, best), reason=f"auto: {circulation_reason(config, *best)} ({told})")
+    return replace(_with(method, best), reason=f"auto: {moving_operand_reason(config, *best)} ({told})")
 
 
 def _with(method: AttentionMethod, choice: _Choice) -> AttentionMethod:

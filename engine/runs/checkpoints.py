@@ -70,7 +70,7 @@ class Chunk:
 
     def common(self, other: Chunk) -> tuple[range, ...] | None:
         """The numbers of the whole tensor, by dimension, that lie in another chunk of it too, or None."""
-        ours, theirs = (zip(one.offsets, one.sizes, strict=True) for one in (self, other))
+        ours, theirs = (zip(item.offsets, item.sizes, strict=True) for item in (self, other))
         sides = [
             range(max(begin, start), min(begin + size, start + length))
             for (begin, size), (start, length) in zip(ours, theirs, strict=True)
@@ -184,7 +184,7 @@ def _tensor_problem(tensor: TensorFacts, files: Mapping[str, FileFacts]) -> str 
     if sum(chunk.elements for chunk in tensor.chunks) != math.prod(tensor.shape):
         return "its parts do not make up the whole"
     if len(tensor.chunks) <= _FEW and any(
-        one.common(other) is not None for one, other in combinations(tensor.chunks, 2)
+        item.common(other) is not None for item, other in combinations(tensor.chunks, 2)
     ):
         return "two of its parts overlap"
     return None
@@ -256,7 +256,7 @@ def recover(root: Path) -> None:
 def list_checkpoints(root: Path) -> list[Checkpoint]:
     """The committed checkpoints under `root`, newest first; none has been verified."""
     found = [(match, path) for path in _children(root) if (match := _COMMITTED.fullmatch(path.name))]
-    return sorted((Checkpoint(int(match[1]), path) for match, path in found), key=lambda one: -one.step)
+    return sorted((Checkpoint(int(match[1]), path) for match, path in found), key=lambda item: -item.step)
 
 
 def open_checkpoint(checkpoint: Checkpoint) -> Manifest:

@@ -111,7 +111,7 @@ def leaves_direction_free(attention: AttentionConfig) -> bool:
     return (attention.backward_circulates or PRESETS[attention.preset].backward_circulates) == "auto"
 
 
-def circulation_reason(config: RunConfig, circulates: Circulated, deferred: int = 0) -> str:
+def moving_operand_reason(config: RunConfig, circulates: Circulated, deferred: int = 0) -> str:
     """What circulates in backward, in words, with the bytes that decide where links do."""
     model, train = local_heads(config.model, config.parallel.tp_size), config.train
     wire = BYTES_OF[config.attention.gradient_wire_dtype or "float32"]
@@ -156,7 +156,7 @@ def legal_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
         ring_outer_size=degrees.outer,
         backward_circulates=circulates,
         gradient_wire_dtype=gradient_dtype,
-        reason=f"as configured: {circulation_reason(config, circulates)}",
+        reason=f"as configured: {moving_operand_reason(config, circulates)}",
         head_parallel_size=degrees.heads,
         placement=attention.placement or "head_first",
         kv_transport=attention.kv_transport or preset.kv_transport,

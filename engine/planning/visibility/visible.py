@@ -114,14 +114,14 @@ class Visibility:
         columns = [np.concatenate(column) for column in batches]
         if not columns:
             return {}
-        bands, squares = self._own_squares(rank, _Bands(*columns))
+        bands, squares = self._diagonal_squares(rank, _Bands(*columns))
         found = defaultdict(list, {rank: squares})
         others = bands.k_rank if of == "q" else bands.q_rank
         for other, *rows in zip(others.tolist(), *(column.tolist() for column in bands[3:]), strict=True):
             found[other] += normalise(Band(*rows))
         return found
 
-    def _own_squares(self, rank: int, bands: _Bands) -> tuple[_Bands, list[Band]]:
+    def _diagonal_squares(self, rank: int, bands: _Bands) -> tuple[_Bands, list[Band]]:
         """The bands without those between a rank's own rows of a wholly causal document, and one causal band for each
         such document: a rank's rows ascend in position, whatever its segments.
         """

@@ -44,7 +44,7 @@ from engine.config.schema import read_dataclass
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.device.live_tensors import LiveTensorTracker, Peak
-from engine.device.row_blocks import FakeRun, rehearse
+from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.distributed.mesh import open_mesh
 from engine.kernels.attention import select_kernel
 from engine.model.llama import LlamaModel
@@ -62,7 +62,7 @@ from engine.predict.step_time import predict_step
 from engine.resolve.attention import resolve_attention
 from engine.resolve.auto import resolve_auto
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
-from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed_runtime
+from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_runtime
 from engine.training.train_step import RankBatch, TrainStep
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -138,13 +138,13 @@ class _Scene:
             attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
             with torch.device("meta"):
                 model = LlamaModel(config.model, config.loss)
-            with rehearse(FakeRun(on_gpu)):  # a store in host memory is a GPU's
+            with use_fake_run(FakeRun(on_gpu)):  # a store in host memory is a GPU's
                 parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
             _fill_library_caches(config)
             offloads = on_gpu and config.memory.optimizer_store == "host"
             classifier = FrameClassifier(("parameters", "gradients", "optimizer") if offloads else ())
             tracker = LiveTensorTracker(classifier)
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(FakeRun(on_gpu)):
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, use_fake_run(FakeRun(on_gpu)):
                 model.to_empty(device=mesh.device)
                 step = TrainStep(config, mesh, model, attention)
                 batches = [_batch(mode, config, step.prepare) for _ in range(config.train.grad_accum_steps)]
@@ -179,7 +179,7 @@ class _Scene:
             dtype = getattr(torch, config.train.compute_dtype)
             kernel = select_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
         group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), kernel)
-        return ContextParallel.of_group(config, group, self.method).with_runtimes(rehearsed_runtime)
+        return ContextParallel.of_group(config, group, self.method).with_runtimes(sampled_runtime)
 
 
 def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfig, int]]:

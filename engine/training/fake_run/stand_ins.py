@@ -23,13 +23,13 @@ Item = TypeVar("Item")
 _ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this
 
 
-def rehearsed_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
-    """`runtime` with all its plans rehearsed."""
+def sampled_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
+    """`runtime` with all its plans sampled_plan."""
     plans = {name: value for name, value in vars(runtime).items() if isinstance(value, RankPlan)}
-    return replace(runtime, **{name: rehearsed(plan) for name, plan in plans.items()})  # type: ignore[arg-type]
+    return replace(runtime, **{name: sampled_plan(plan) for name, plan in plans.items()})  # type: ignore[arg-type]
 
 
-def rehearsed(plan: RankPlan) -> RankPlan:
+def sampled_plan(plan: RankPlan) -> RankPlan:
     """The same buffers and one step without transfers: of every kind the largest op and the largest tiles."""
     if not plan.steps:
         return plan

@@ -187,7 +187,7 @@ def test_shares_are_those_of_the_weights_and_nobody_gets_none(
 def test_of_every_block_each_set_has_its_share_and_a_batch_holds_whole_rows(sources: list[Samples]) -> None:
     mixed = Sampler(sources, (0.7, 0.2, 0.1), seed=1)
     for block in range(2):
-        places = [mixed.place_of(block * BLOCK + position) for position in range(BLOCK)]
+        places = [mixed.locate(block * BLOCK + position) for position in range(BLOCK)]
         drawn = np.array([int(shards.folder.name) for shards, _ in places])
         for samples, start, share in zip(sources, (0, 1000, 1500), (7000, 2000, 1000), strict=True):
             own = [places[position][1] for position in np.flatnonzero(drawn == start)]
