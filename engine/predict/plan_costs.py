@@ -1,4 +1,4 @@
-"""What the parts of a plan cost: FLOPs of tiles, bytes of transfers and of local operations."""
+"""Costs of the parts of a plan: FLOPs of tiles, bytes of transfers and of local operations."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from engine.config.settings import ModelConfig
 from engine.planning.program.ops import Buffer, Direction, LocalOp, Tile, TokenBytes, View
 from engine.planning.visibility.mask import Band
 
-# FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
-# Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
-# products, of which the recomputed one is not in the model FLOPs of `engine.predict.flops`.
+# FLOPs per visible pair and per channel of a query head; a multiply-add counts as two. Forward: Q K^T and P V.
+# Backward: Q K^T (recomputed), dO V^T, and the gradients of q, k and v, so five matmuls, of which the recomputed one is
+# not in the model FLOPs of `engine.predict.flops`.
 FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
 
 
-# Over the logits, forward and backward: written and read by softmax, read and written by its gradient.
+# Passes over the logits, forward and backward: softmax writes and reads them, its gradient reads and writes them.
 LOSS_PASSES = 4
 
 
 def layer_numbers(model: ModelConfig) -> int:
-    """Numbers per token that a layer reads and writes forward beside products and attention, kernels fused as the
-    engine has them; backward moves twice that.
+    """Return the elements per token that a layer's elementwise kernels read and write in forward; backward twice that.
 
-    Two norms (4 d numbers), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
+    With the engine's fused kernels: two norms (4 d), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
     """
     rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
     return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
 
 
 def query_heads(buffer: Buffer, token_bytes: TokenBytes) -> int:
-    """Query heads that the rows of a buffer hold."""
+    """Return the number of query heads in the rows of a buffer."""
     return buffer.heads.counts(token_bytes.num_heads, token_bytes.num_kv_heads)[0]
 
 
 def computed_pairs(band: Band, block_rows: float) -> float:
-    """Pairs that a kernel computes which works on square blocks: along the edge of a band half of a block is wasted."""
+    """Return the pairs that a kernel with square blocks computes; half of a block on the edge of a band is wasted."""
     rows, keys, edges = band.num_queries, band.num_keys, band.hides_later + band.hides_earlier
     return min(rows * keys, band.area() + edges * min(rows, keys) * block_rows / 2)
 
@@ -42,13 +41,13 @@ def computed_pairs(band: Band, block_rows: float) -> float:
 def tile_flops(
     tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes, direction: Direction, block_rows: float = 0.0
 ) -> float:
-    """FLOPs of one kernel call over all heads of its query buffer, wasted parts of blocks included."""
+    """Return the FLOPs of one kernel call over all heads of its query buffer, wasted parts of blocks included."""
     heads = query_heads(buffers[tile.q.buffer], token_bytes)
     return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile.band, block_rows)
 
 
 class ViewBytes:
-    """Bytes of views of one rank's buffers."""
+    """Sizes of views of one rank's buffers, in bytes."""
 
     def __init__(self, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> None:
         self._slots = buffers
@@ -56,16 +55,16 @@ class ViewBytes:
         self._widths = [token_bytes.of(buffer.kind, buffer.heads) for buffer in buffers]
 
     def of(self, view: View) -> int:
-        """Bytes of the rows of a view."""
+        """Return the bytes of the rows of a view."""
         return (view.stop - view.start) * self._widths[view.buffer]
 
     def moved_by_tile(self, tile: Tile) -> int:
-        """Bytes read and written to merge a tile's results into its accumulators, or to store them there."""
+        """Return the bytes read and written to merge a tile's results into its accumulators, or to store them."""
         moved = self.of(tile.sums) * (2 - tile.stores)
         return moved + (self.of(tile.kv_sums) * (2 - tile.stores_kv) if tile.kv_sums else 0)
 
     def moved_by_op(self, op: LocalOp) -> int:
-        """Bytes read and written by a local operation, on the heads of the narrower side."""
+        """Return the bytes read and written by a local operation, on the heads of the narrower side."""
         if op.src is None:
             return self.of(op.dst)
         heads = max((self._slots[view.buffer].heads for view in (op.dst, op.src)), key=lambda part: part.count)

@@ -16,7 +16,7 @@ COMPONENTS = (
     "parameters",  # master weights, or the shards of them that this rank holds
     "gradients",  # what the optimizer reads
     "optimizer",  # its state, and its temporaries
-    "checkpoints",  # what layers keep for the backward pass, and the residual stream between them
+    "checkpoints",  # what layers save for the backward pass, and the residual stream between them
     "attention",  # operands, results and buffers of attention
     "communication",  # weights gathered by FSDP, inputs of its reductions, rows gathered for tensor parallelism
     "mlp",  # projections, MLP, norms: everything that works row by row
@@ -24,7 +24,7 @@ COMPONENTS = (
     "embedding",  # the lookup and its gradient
     "other",  # tokens, rotary tables, the rest
 )
-# Storages that outlive a layer's forward pass without being kept for backward: FSDP's and attention's reusable block.
+# Storages that outlive a layer's forward pass without being saved for backward: FSDP's and attention's reusable block.
 POOLED = "attention pool"
 _NOT_SAVED = frozenset({"communication", "parameters", "gradients", "optimizer", POOLED})
 
@@ -59,9 +59,9 @@ def component_of(path: str, function: str) -> str | None:
 
 
 class FrameClassifier:
-    """A Classifier by Python frames; remembers what it knows of every function.
+    """A Classifier by Python frames, with a cache per function.
 
-    host_components   those that lie in host memory, whoever allocates them
+    host_components   components that are in host memory, whatever allocates them
     """
 
     def __init__(self, host_components: Iterable[str] = ()) -> None:
@@ -81,17 +81,17 @@ class FrameClassifier:
         return label._replace(on_host=label.on_host or is_in_host_memory(tensor))
 
     def label(self, component: str) -> Label:
-        """The label of tensors known to be of `component`."""
+        """Return the label of tensors of `component`."""
         return Label(component, component in self._host_components)
 
 
 class StepObserver:
-    """Tells a tracker what only a running step shows: phases, what is a gradient, what layers leave behind.
+    """Reports to a tracker what only a running step shows: phases, gradients, and what layers save.
 
-    Attach it to a model that is sharded already: a layer's weights are gathered after its forward pass was said to
-    begin and freed before it is said to end. Gradients are known from the moment autograd or FSDP stores them.
+    Attach it after sharding: the hooks then surround those of FSDP, so a layer's gathered weights are allocated after
+    the layer begins and freed before it ends. Gradients are labelled when autograd or FSDP stores them.
 
-    host_layers   so many layers, the first ones, keep what they keep in host memory
+    host_layers   number of layers, from the first, that save to host memory
     """
 
     def __init__(self, tracker: LiveTensorTracker, classifier: FrameClassifier, host_layers: int = 0) -> None:
@@ -101,7 +101,7 @@ class StepObserver:
         self._layer_start = 0
 
     def attach(self, model: nn.Module, layers: Sequence[nn.Module], head: nn.Module) -> None:
-        """Hooks on `model`: forward until `head` begins, loss until it ends, then backward.
+        """Add hooks to `model` that enter the phases forward, loss (from `head` on) and backward.
 
         Within a layer the phase has the layer's position after a slash: `backward/last` (first, inner, inner on host).
         """
@@ -125,7 +125,7 @@ class StepObserver:
 
         def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             self._tracker.relabel_since(self._layer_start, "checkpoints", exclude=_NOT_SAVED)
-            if output.requires_grad:  # when its gradient comes, the layer's backward pass begins
+            if output.requires_grad:  # when its gradient arrives, the layer's backward pass begins
                 enter = self._tracker.enter
                 output.register_hook(lambda _: enter(f"backward/{position}"))  # type: ignore[no-untyped-call]
 
@@ -138,7 +138,7 @@ class StepObserver:
 
 
 def by_component(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of every component, 0 where there are none, in the order of `COMPONENTS`; adds up to the same."""
+    """Return the bytes of every component, in the order of `COMPONENTS`; POOLED counts as attention."""
     totals = dict.fromkeys(COMPONENTS, 0)
     for name, size in sizes.items():
         totals["attention" if name == POOLED else name] += size
