@@ -49,8 +49,8 @@ memory.host_layers=1 | memory.host_layers=1 says how many layers keep in host me
 attention.mask=vertical_slash & attention.vertical_blocks=[1, -1] |
     attention.vertical_blocks: got (1, -1), but blocks count from 0
 attention.mask=vertical_slash & attention.slash_blocks=[0, -1] |
-    attention.slash_blocks: got (0, -1); distances begin with 0
-attention.mask=vertical_slash & attention.slash_blocks=[] | attention.slash_blocks: got (); distances begin with 0
+    attention.slash_blocks: got (0, -1), expected distances from 0 on
+attention.mask=vertical_slash & attention.slash_blocks=[] | attention.slash_blocks: got (), expected distances from 0 on
 model.num_kv_heads=3 | model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4
 model.num_kv_heads=8 | model.num_kv_heads: got 8
 model.head_dim=63 | model.head_dim: got 63, expected an even number
