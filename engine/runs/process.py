@@ -148,7 +148,7 @@ def memory_groups(pid: int | str = "self", proc: str = PROC) -> tuple[str, ...]:
 
 
 def _folders(path: str, mounts: list[str], kind: str, option: str) -> tuple[str, ...]:
-    """Yield the group `path` and its parents, as far as the hierarchy is mounted."""
+    """Return the folders of the group `path` and its parents, as far as the hierarchy is mounted."""
     for line in mounts:
         place, _, source = line.partition(" - ")
         root, point = place.split()[3:5]
