@@ -211,7 +211,7 @@ attention.preset=ring & parallel.cp_size=3
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_rule_is_the_only_one_told(case: str) -> None:
+def test_a_broken_rule_is_reported_once(case: str) -> None:
     settings, text = case.split(" | ")
     with pytest.raises(ConfigError) as caught:
         check_config(config(settings))
@@ -274,7 +274,7 @@ def test_files_of_this_machine_are_looked_for_only_if_ranks_run_on_it(cluster: s
     assert found.cluster.runs_elsewhere != is_looked_for
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_broken_rules_are_reported_together() -> None:
     optimizer = "optimizer.beta1=2.0 & optimizer.warmup_steps=500"
     broken = config(f"model.head_dim=63 & {optimizer} & train.profile=x & data.format=text & {RANKS4}")
     keys = [problem.text.partition(":")[0].partition(" ")[0] for problem in config_problems(broken)]
@@ -290,7 +290,7 @@ def test_paths_start_from_the_working_folder(tmp_path: Path, monkeypatch: pytest
     assert config_problems(relative) == []
 
 
-def test_of_nonsense_numbers_that_alone_is_told() -> None:
+def test_nonsense_numbers_give_one_message() -> None:
     around = f"{RANKS4} & attention.preset=ring"
     for value in (0, -1, -4):
         for key in (

@@ -26,7 +26,7 @@ def test_a_rehearsal_visits_the_first_two_spans_and_the_last() -> None:
     assert len(list(spans(45, 10))) == 5
 
 
-def test_blocks_of_a_rehearsed_accelerator_are_as_large_as_on_one() -> None:
+def test_blocks_in_a_fake_run_are_as_large_as_on_an_accelerator() -> None:
     on_cpu = next(iter(row_blocks(2**20, 2**10, CPU)))
     with use_fake_run(FakeRun(as_accelerator=True)):
         assert acts_as_accelerator(CPU)

@@ -83,7 +83,9 @@ def test_a_step_has_the_same_samples_however_it_is_divided(
     assert all(rows == seen[0] for rows in seen)
 
 
-def test_a_corpus_shorter_than_a_sample_says_what_would_fit(counting: TokenShards, tmp_path: Path) -> None:
+def test_a_corpus_shorter_than_a_sample_is_refused_with_the_longest_seq_len(
+    counting: TokenShards, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"has 1,000 tokens, but seq_len=1,000 needs at least 1,001.*at most 999"):
         packed(counting, 1000, 0)
     assert packed(counting, 999, 0).sources[0].per_epoch == 1

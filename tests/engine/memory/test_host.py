@@ -43,7 +43,7 @@ def test_host_slots_of_plans_are_host_memory_on_a_cpu_too() -> None:
 
 
 @given(st.integers(0, 1 << 44))
-def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_would_double(size: int) -> None:
+def test_chunks_of_pinned_memory_waste_less_than_an_eighth(size: int) -> None:
     pieces = chunk_sizes(size, pinned=True)
     assert len(pieces) <= (4 if size > 64 * KIB else 1)
     assert list(pieces) == sorted(pieces, reverse=True)
@@ -84,7 +84,7 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
     assert (pool.idle_bytes, pool.in_use_bytes) == (0, 900)
 
 
-def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
+def test_chunks_taken_before_the_limit_is_hit_are_returned() -> None:
     pool = HostPool(300 * KIB, pinned=True)
     with use_fake_run(FakeRun(as_accelerator=True)):
         for sizes in ([384 * KIB], [256 * KIB, 128 * KIB]):

@@ -58,7 +58,7 @@ def test_a_token_takes_what_its_fields_take() -> None:
     assert [channel.value for channel in Channel] == ["x.in", "x.out", "g.in", "g.out", "h", "h2d", "d2h"]
 
 
-def test_a_tile_costs_its_own_heads_only() -> None:
+def test_a_tile_costs_only_the_heads_of_its_buffer() -> None:
     shape = TokenBytes(num_heads=12, num_kv_heads=4, head_dim=64)
     tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0))
     for count in (1, 2, 3, 5):
@@ -243,7 +243,7 @@ def test_an_exchange_among_all_ranks_fills_every_link(size: int) -> None:
     assert timeline.total_s == (size - 1) * 2.0 + 0.5
 
 
-def test_a_shared_nic_serves_the_ranks_of_a_node_in_turn() -> None:
+def test_a_shared_nic_serves_the_ranks_of_a_node_one_after_another() -> None:
     """Rank 0 and 1 swap blocks with 2 and 3 on the other node: 8 s each, one after the other on one NIC."""
     plans = {}
     for rank in range(4):

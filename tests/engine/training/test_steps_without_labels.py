@@ -92,7 +92,7 @@ def test_an_event_names_the_samples_without_labels(ranks: Pools, long_prompts: D
     ],
     ids=["ring", "fsdp", "accumulation", "host updates", "updates in backward", "guard"],
 )
-def test_every_way_to_train_passes_over_steps_without_labels(
+def test_steps_without_labels_are_skipped_by_every_kind_of_update(
     ranks: Pools, long_prompts: DataConfig, tmp_path: Path, size: int, sections: dict[str, Any]
 ) -> None:
     rows = run_of(ranks, long_prompts, tmp_path, size, **sections).read_metrics()
