@@ -1,4 +1,4 @@
-"""Conversations: checked, rendered by a chat template, and cut into what the assistant says and what it reads.
+"""Conversations: checked, rendered by a chat template, and split into the assistant's text (labels) and the rest.
 
 Chat templates are Jinja programs as Hugging Face writes them. A template is somebody else's program, so it runs in
 Jinja's sandbox, which lets it neither change what it is given nor reach into Python. {% generation %} ...
@@ -37,7 +37,7 @@ from engine.runs.files import hash_json
 
 CHATML = "chatml"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_EDGE = 32  # characters by which the end of a message is known again
+_EDGE = 32  # characters by which the end of a message is recognised
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
@@ -70,12 +70,12 @@ class ChatTemplate:
 
     @property
     def content_hash(self) -> str:
-        """Equal for templates that render the same conversation to the same text (but for the time of day)."""
+        """Hash that is equal for templates that render conversations alike (except the time of day)."""
         own = {"source": self.source, "special_tokens": dict(self.special_tokens)}
         return hash_json(own if self.with_tools is None else {**own, "with_tools": self.with_tools.source})
 
     def render_chat(self, conversation: Conversation, location: str) -> tuple[str, Spans]:
-        """(the text of `conversation`, what of it is learned).
+        """Return the text of `conversation` and the spans of its labels.
 
         A template with {% generation %} blocks says itself what the assistant says. Of any other the turns are found
         by rendering: up to a turn with the generation prompt, then with the turn; what was added is the turn. White
@@ -129,17 +129,17 @@ class ChatTemplate:
         template = self._compiled
         try:
             return template.render({**self.special_tokens, **conversation.template_kwargs, **given})
-        except Exception as error:  # somebody else's program: anything may go wrong in it
+        except Exception as error:  # a template is foreign code that may raise anything
             why = f"cannot render these messages: {_error_text(error)}. Mend the line or the template"
             raise self._unusable(location, why) from None
 
     def check_syntax(self) -> None:
-        """Raises DataError, with file and line, for a template that is not valid Jinja."""
+        """Raise DataError, with file and line, for a template that is not valid Jinja."""
         for template in filter(None, (self, self.with_tools)):
             _ = template._compiled
 
     def _check_variables(self, conversation: Conversation, location: str) -> None:
-        """Raises DataError for settings of the template that it does not read, and for those that do not reach it."""
+        """Raise DataError for template settings that the template does not read or that do not reach it."""
         compiled = self._compiled
         variables = meta.find_undeclared_variables(compiled.environment.parse(self.source))
         for key in conversation.template_kwargs.keys() - variables:
@@ -150,7 +150,7 @@ class ChatTemplate:
             raise self._unusable(location, why)
 
     def _check_contents(self, conversation: Conversation, location: str) -> None:
-        """Raises DataError for a message without the content that `chatml` writes, by what it has in its place."""
+        """Raise DataError for a message without the content that `chatml` writes, naming what it has instead."""
         for index, message in enumerate(conversation.messages):
             if message.get("content") is None:
                 keys = ", ".join(key for key, value in message.items() if key != "role" and value)
@@ -160,13 +160,13 @@ class ChatTemplate:
     def _check_nothing_lost(
         self, conversation: Conversation, text: str, units: Sequence[Unit], seen: Set[int], location: str
     ) -> None:
-        """Raises DataError for a unit that the trace did not show and without which the text is the same."""
+        """Raise DataError for a unit that is not in the traced text and whose removal does not change the text."""
         for number, unit in enumerate(units):
             if number in seen:
                 continue
             try:
                 is_lost = self.render(unit.removed_from(conversation), location) == text
-            except DataError:  # the template asks for it, so it reads it
+            except DataError:  # the template requires it, so it reads it
                 continue
             if is_lost and self._survives_at_end(conversation, unit, location):
                 what = "reasoning" if unit.is_beginning else unit.key
@@ -179,7 +179,7 @@ class ChatTemplate:
                 raise self._unusable(location, f"leaves out {unit}, so it would be lost. Remove it from the row")
 
     def _survives_at_end(self, conversation: Conversation, unit: Unit, location: str) -> bool:
-        """Whether this part of an assistant's message would reach the text if the conversation ended with it."""
+        """Return whether this part of an assistant's message would be in the text if the conversation ended with it."""
         if unit.message not in _turns(conversation)[:-1]:
             return False
         part = conversation.until(unit.message + 1)
@@ -191,7 +191,7 @@ class ChatTemplate:
     def _blocks(
         self, conversation: Conversation, text: str, delimiters: Sequence[str], location: str
     ) -> list[tuple[int, int]]:
-        """Characters [first, after) of each generation block, ascending."""
+        """Return the characters [first, after) of each generation block, ascending."""
         rendered = self.render(conversation, location, delimiters=delimiters[:2])
         chunks = re.split("([{}{}])".format(*delimiters[:2]), rendered)
         if "".join(chunks[::2]) != text or chunks[1::2] != [*delimiters[:2]] * (len(chunks) // 4):
@@ -201,7 +201,7 @@ class ChatTemplate:
                 "they are",
             )
         edges = accumulate(map(len, chunks[::2]), initial=0)
-        return list(pairwise(edges))[1::2]  # chunks alternate: read, said, read, ..., read
+        return list(pairwise(edges))[1::2]  # chunks alternate between outside and inside of blocks
 
     def _learned_blocks(
         self,
@@ -210,7 +210,7 @@ class ChatTemplate:
         owners: Sequence[Set[int | None]],
         location: str,
     ) -> list[tuple[int, int]]:
-        """Those of the generation blocks that are learned; owners: of each, the messages whose text it holds."""
+        """Return the generation blocks that are labels; owners: for each the messages whose text it contains."""
         turns, kept = _turns(conversation), []
         for index, block in enumerate(blocks):
             found: Set[int | None] = owners[index] if len(owners) == len(blocks) else set()
@@ -227,7 +227,7 @@ class ChatTemplate:
         return kept
 
     def _turn_spans(self, conversation: Conversation, text: str, location: str) -> Spans:
-        """Characters [first, after) of each learned turn in `text`, found by rendering up to it and then with it.
+        """Return the characters [first, after) of each labelled turn, found by rendering up to it and then with it.
 
         An earlier turn may lack what a template writes only before the content of the last one: Qwen 3 begins the last
         turn with a <think> block, even an empty one, and none before it.
@@ -253,7 +253,7 @@ class ChatTemplate:
         return tuple(spans)
 
     def _turn_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
-        """The character of `text` where the turn of message `index` begins; None where that is not known.
+        """Return the character of `text` at which the turn of message `index` begins; None if unknown.
 
         prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
         earlier turns differ or lack a part of the generation prompt (<think>), the turn begins where its content does:
@@ -279,7 +279,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        # What templates of Hugging Face are written for: these block rules, filters and functions.
+        # Templates of Hugging Face expect these block rules, filters and functions.
         extensions: list[str | type[Extension]] = [_GenerationBlocks, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
@@ -292,7 +292,7 @@ class ChatTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """{% generation %}: puts the variables _BEGIN and _END around what the block outputs."""
+    """{% generation %}: outputs the variables _BEGIN and _END around the block."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 
@@ -315,59 +315,59 @@ def _to_json(
 
 
 def _unused_characters(text: str, number: int) -> list[str]:
-    """Characters that `text` does not have. Unicode sets those from U+FDD0 on aside for programs."""
+    """Return characters that are not in `text`; Unicode reserves those from U+FDD0 on for internal use."""
     return [*islice((mark for mark in map(chr, count(0xFDD0)) if mark not in text), number)]
 
 
 def _tags(text: str, tag: str) -> list[int]:
-    """Numbers of the units whose tags `text` has."""
+    """Return the numbers of the units whose tags are in `text`."""
     return [int(number) for number in re.findall(f"{tag}(\\d+){tag}", text)]
 
 
 def _turns(conversation: Conversation) -> list[int]:
-    """Indexes of the assistant's messages."""
+    """Return the indexes of the assistant's messages."""
     return [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
 def _last_text(message: Message) -> str:
-    """What comes last of the text of a message, as far as it is known here."""
+    """Return the end of the text of a message, as far as it is known."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else content[-1]["text"]
 
 
 def _error_text(error: Exception) -> str:
-    """One line of what an error says, without a full stop."""
+    """Return an error's text as one line without a full stop."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _turn_length(turn: str, content: str) -> int:
-    """Characters of `turn` without the white space that follows the mark of its end, if it has such a mark."""
-    said = content.strip()  # what some templates make of it
-    found = turn.find(said)
-    has_mark = found < 0 or turn[found + len(said) :].strip() != ""
+    """Return the length of `turn` without the white space after its end marker, if it has one."""
+    stripped = content.strip()  # as some templates render it
+    found = turn.find(stripped)
+    has_mark = found < 0 or turn[found + len(stripped) :].strip() != ""
     return len(turn.rstrip()) if has_mark else len(turn)
 
 
 def _length_in(rest: str, last_turn: str, content: str) -> int | None:
-    """Characters of the turn that `rest` begins with; None if it begins with another one.
+    """Return the length of the turn at the start of `rest`; None if `rest` starts with another one.
 
     last_turn: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
     to the content, or up to some place before that. Only white space may stand in the place of the beginning.
     """
     if rest.startswith(last_turn):
         return len(last_turn)
-    said = content.strip()
+    stripped = content.strip()
     blanks = len(rest) - len(rest.lstrip())
-    for first in range(len(last_turn) + 1 - max(len(said), 1)):
+    for first in range(len(last_turn) + 1 - max(len(stripped), 1)):
         if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
             ending = last_turn[first:]
-            if rest.startswith(ending, blanks) and said in ending:
+            if rest.startswith(ending, blanks) and stripped in ending:
                 return blanks + len(ending)
     return None
 
 
 def find_template(config: DataConfig) -> ChatTemplate:
-    """The template that `config` names: built in, a file, or the one of the tokenizer's folder. Raises DataError."""
+    """Load the configured template: built in, a file, or that of the tokenizer's folder. Raises DataError."""
     path = config.tokenizer_path
     files = None if path is None else open_tokenizer(path.absolute())
     tokens = {} if files is None else files.special_tokens
@@ -387,7 +387,7 @@ def find_template(config: DataConfig) -> ChatTemplate:
 
 
 def folder_template(files: TokenizerFiles) -> ChatTemplate | None:
-    """The template of a tokenizer's folder, None where it has no default one. Raises DataError for unreadable files."""
+    """Load the template of a tokenizer's folder, None without a default one. Raises DataError for unreadable files."""
     named = {
         name: ChatTemplate(source.location, source.text, files.special_tokens)
         for name, source in files.chat_templates.items()

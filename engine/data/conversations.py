@@ -1,4 +1,4 @@
-"""Rows of conversation data: what a row says beyond role and content is honoured, or the row is refused by name.
+"""Rows of conversation data: every key beyond role and content is honoured, or the row is refused by name.
 
     messages               under data.messages_field; every key of a message goes to the template
     tools, documents,      under these names, as transformers' apply_chat_template takes them; a JSON text of one, as
@@ -34,7 +34,7 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: what a template renders, and which of the messages are learned.
+    """One row: what a template renders, and which messages are labels.
 
     learned: per message; only an assistant's can be. columns: the other keys of the row that hold a value.
     """
@@ -47,7 +47,7 @@ class Conversation:
     columns: frozenset[str] = frozenset()
 
     def until(self, count: int) -> Conversation:
-        """The conversation with its first `count` messages alone."""
+        """Return the conversation with its first `count` messages only."""
         return replace(self, messages=self.messages[:count], learned=self.learned[:count])
 
 
@@ -65,7 +65,7 @@ parse_json = json.JSONDecoder(object_pairs_hook=_unique_keys).decode
 
 
 def read_conversation(row: Mapping[str, Any], messages: list[Any], location: str) -> Conversation:
-    """The conversation of `row`, whose messages these are. location: FILE:LINE.
+    """Build the conversation of `row` from its messages. location: FILE:LINE.
 
     Raises DataError for what are no messages, marks that disagree, and values of another form.
     """
@@ -149,7 +149,7 @@ def _is_learned(message: Message, location: str) -> bool:
 
 
 def _learning_mark(record: Mapping[str, Any], location: str) -> bool | None:
-    """What the keys of LEARNING_KEYS say; None where there is none. Raises DataError unless all say the same."""
+    """Return the value of the keys of LEARNING_KEYS, None if there is none. Raises DataError if they disagree."""
     marks = {key: record[key] for key in record if key in LEARNING_KEYS and record[key] is not None}
     for key, value in marks.items():
         if not (isinstance(value, bool | int | float) and value in (0, 1)):
@@ -165,7 +165,7 @@ def _learning_mark(record: Mapping[str, Any], location: str) -> bool | None:
 
 
 def _table(row: Mapping[str, Any], key: str, location: str) -> Any:
-    """The value under `key` of a row, decoded where it is stored as JSON; None where there is none."""
+    """Return the value under `key` of a row, decoded if it is JSON text; None if there is none."""
     value: Any = row.get(key)
     kind: Any = _TABLE_KEYS[key]
     if isinstance(value, str):
@@ -203,7 +203,7 @@ class Unit:
         return f"{part}{self.key}{item} of " + ("the row" if self.message is None else f"message {self.message}")
 
     def removed_from(self, conversation: Conversation) -> Conversation:
-        """The conversation without it."""
+        """Return the conversation without this part."""
         if self.message is None:
             return replace(conversation, **{self.key: self._rest(getattr(conversation, self.key))})
         changed = dict(conversation.messages[self.message])
@@ -251,7 +251,7 @@ def trace(conversation: Conversation, tag: str) -> tuple[Conversation, list[Unit
 
 
 def _text_of(content: Any) -> str:
-    """The text of a content, or of a part of one."""
+    """Return the text of a content, or of a part of one."""
     return content if isinstance(content, str) else content["text"]
 
 
@@ -271,7 +271,7 @@ def _must_be_rendered(message: Message, key: str) -> bool:
 
 
 def _tagged(value: Any, tag: str) -> Any:
-    """`value` with `tag` after each of its strings, but for those that templates compare or check the length of."""
+    """Return `value` with `tag` after each string, except those that templates compare or check the length of."""
     if isinstance(value, str):
         return value + tag
     if isinstance(value, dict):
@@ -280,7 +280,7 @@ def _tagged(value: Any, tag: str) -> Any:
 
 
 def as_transformers_passes(messages: tuple[Message, ...]) -> Iterator[Message]:
-    """The messages as apply_chat_template gives them to a template: without nulls, reasoning under all its names."""
+    """Return the messages as apply_chat_template passes them: without nulls, reasoning under all its names."""
     for message in messages:
         known = {key: value for key, value in message.items() if value is not None}
         reasoning = next((known[key] for key in REASONING_KEYS if key in known), None)

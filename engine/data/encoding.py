@@ -1,4 +1,4 @@
-"""Token ids of documents of any length in bounded memory: those of the whole text, wherever it comes in chunks.
+"""Encodes documents of any length in bounded memory; ids equal those of the whole text, however it is chunked.
 
 A long document is encoded in windows that overlap. Ids near the edge of a window may be others than those of the whole
 text: tokenizers put a space before a text, cut words by what follows, or join letters over the edge. So two windows
@@ -31,7 +31,7 @@ OVERLAP_CHARS = 8192
 AGREED_TOKENS = 32
 # Equal tokens prove little where a text repeats itself.
 _DISTINCT_TOKENS = 4
-_GROUP_BYTES = 4 << 20  # of windows that are encoded together, on all cores
+_GROUP_BYTES = 4 << 20  # bytes of windows that are encoded together, on all cores
 _GROUP_WINDOWS = 4096
 
 
@@ -81,7 +81,7 @@ def encode_documents(
     is_chat: bool = False,
     overlap: int = OVERLAP_CHARS,
 ) -> Iterator[Encoded]:
-    """The tokens of consecutive documents, whole ones or parts, in order.
+    """Yield the tokens of consecutive documents, complete ones or parts, in order.
 
     Args:
         chunks: the text; each belongs to the document that the latest one with `begins` has begun.
@@ -105,7 +105,7 @@ def encode_documents(
 
 
 def _is_prompt(window: _Window) -> Mask:
-    """Which tokens stand for no learned character, bool [tokens].
+    """Return which tokens contain no labelled character, [tokens] bool.
 
     One that stands for no character at all, such as a space put before a text, goes with the character it precedes.
     """
@@ -123,16 +123,16 @@ def _is_prompt(window: _Window) -> Mask:
 
 
 def _windows(chunks: Iterable[TextChunk], overlap: int) -> Iterator[_Window]:
-    """The chunks with the end of what came before in their document, none yet encoded."""
+    """Yield windows: chunks preceded by the end of the text before them, not encoded yet."""
     waiting: _Window | None = None
-    fresh = 0  # characters of it that no earlier window has
+    fresh = 0  # characters of `waiting` that no earlier window has
     for chunk in chunks:
         size = len(chunk.text)
         if waiting is None or chunk.begins:
             if waiting is not None:
                 yield waiting
             waiting, fresh = _Window(chunk, 0, is_last=True, text_bytes=len(chunk.data)), size
-        elif fresh < overlap:  # where windows end close to each other, equal tokens prove nothing
+        elif fresh < overlap:  # a window with little new text is extended: equal tokens of near ends prove nothing
             joined = waiting.chunk.followed_by(chunk)
             waiting = replace(waiting, chunk=joined, text_bytes=waiting.text_bytes + len(chunk.data))
             fresh += size
@@ -148,7 +148,7 @@ def _windows(chunks: Iterable[TextChunk], overlap: int) -> Iterator[_Window]:
 
 
 def _spliced(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[tuple[_Window, int | None]]:
-    """The windows with their ids, and the token of each at which the next one continues, null for its end."""
+    """Yield the windows with ids, and the token of each at which the next one continues, None for its end."""
     previous: _Window | None = None
     for window in _encoded(windows, tokenizer, is_chat):
         if window.is_last and (previous is None or tokenizer.is_local or window.chunk.begins):
@@ -198,13 +198,13 @@ def _encode_group(group: Sequence[_Window], tokenizer: Tokenizer, is_chat: bool)
 
 
 def _seam(previous: _Window, window: _Window) -> tuple[int, int] | None:
-    """(a token of `previous`, the same of `window`) amid a run of equal tokens; None where they do not agree."""
+    """Return a token of `previous` and the same token of `window` within a run of equal tokens, or None."""
     assert previous.offsets is not None
     assert window.offsets is not None
     tail = max(previous.first, int(np.searchsorted(previous.offsets[:, 0], window.start)))
     head = int(np.searchsorted(window.offsets[:, 0], previous.end))
     ends = _tokens(previous)[tail:], _tokens(window)[:head]
-    # Tokens that begin where no other of theirs begins can be found in the other window by that.
+    # Match tokens by their first character, if no other token of the window begins there.
     begins = [np.unique(tokens[:, 1], return_index=True) for tokens in ends]
     _, ours, theirs = np.intersect1d(begins[0][0], begins[1][0], assume_unique=True, return_indices=True)
     if not ours.size:
@@ -230,14 +230,14 @@ def _seam(previous: _Window, window: _Window) -> tuple[int, int] | None:
 
 
 def _tokens(window: _Window) -> Ids:
-    """(id, first character, the character after it) of its tokens, int64 [tokens, 3]."""
+    """Return id, first character and the one after the last of each token, [tokens, 3] int64."""
     assert window.ids is not None
     assert window.offsets is not None
     return np.column_stack((window.ids, window.offsets))
 
 
 def _widened(previous: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
-    """Both as one window. It is encoded when it is twice as long as what was held, lest this takes time squared."""
+    """Join both windows; encode the result once it is twice as long as before, which keeps the total time linear."""
     size = len(window.chunk.text)
     chunk = previous.chunk.followed_by(window.chunk.part(min(previous.end - window.start, size), size))
     wanted = previous.wanted or 2 * len(previous.chunk.text)

@@ -1,4 +1,4 @@
-"""The token set format: one folder of token files, described by a JSON manifest. Any tool can write it.
+"""The token set format: a folder of token files with a JSON manifest, which any tool can write.
 
     FOLDER/manifest.json
     FOLDER/tokens-00000.bin ...   token ids one after the other, no header, little-endian (or one-dimensional .npy)
@@ -63,7 +63,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a token set's manifest says, checked for form but not yet against the files."""
+    """The manifest of a token set, checked for form but not against the files."""
 
     dtype: Dtype = "uint16"
     vocab_size: int = setting(0, "ids are below it", at_least=1)
@@ -84,12 +84,12 @@ class Manifest:
 
 
 def storage_dtype(vocab_size: int) -> Dtype:
-    """The narrowest dtype that burst writes for ids below `vocab_size`: uint16 or uint32."""
+    """Return the dtype that burst writes for ids below `vocab_size`: uint16 or uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; every mistake of form is listed in one `DataError`."""
+    """Read the manifest at `path`. Raises DataError with all mistakes of form."""
     raw = require_json_object(path, "a token set's manifest", DataError)
     if raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise DataError(
@@ -134,7 +134,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 class TokenSetWriter(contextlib.ExitStack):
-    """Appends documents to a token set in `folder`, a new one, which is incomplete until `finish` has returned.
+    """Writes documents to a new token set in `folder`, which is incomplete until `finish` returns.
 
     learns_ends: whether the id that ends a document is learned.
     """
@@ -147,7 +147,7 @@ class TokenSetWriter(contextlib.ExitStack):
         self._folder, self._tokenizer, self._bos_ids = folder, tokenizer, tuple(bos_ids)
         self._end = np.array([tokenizer.eod_id]), np.array([not learns_ends])
         self._token_bytes = tokenizer.token_bytes()
-        # The text of a conversation has special tokens, which count no bytes: there the sums differ by more than error.
+        # The text of a conversation contains special tokens, which count no bytes, so the sums differ there.
         self._counts_text = learns_ends
         self._dtype, self._hash = storage_dtype(tokenizer.vocab_size), hashlib.sha256()
         names = (TOKENS_FILE, DOCUMENTS_FILE, PROMPTS_FILE)
@@ -157,7 +157,7 @@ class TokenSetWriter(contextlib.ExitStack):
         self.token_count = self.document_count = self.prompt_count = self.text_bytes = self.counted_bytes = 0
 
     def append(self, ids: Ids, is_prompt: npt.NDArray[np.bool_], text_bytes: int, *, begins_document: bool) -> None:
-        """Add the next part of the current document, or of a new one; is_prompt: which ids are read but not learned."""
+        """Append a part of the current document, or of a new one; is_prompt: which ids are no labels, [tokens] bool."""
         if begins_document:
             self._end_document()
             self._documents.write(self.token_count.to_bytes(8, "little"))
@@ -180,7 +180,7 @@ class TokenSetWriter(contextlib.ExitStack):
         self.prompt_count += edges.size // 2
 
     def finish(self, source: str) -> None:
-        """End the last document, close the files and write the manifest, the last one."""
+        """End the last document, close the files and write the manifest last."""
         self._end_document()
         self.close()
         self._token_bytes.astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)

@@ -84,7 +84,7 @@ def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
         moment = tracker.moment
         kept, pooled = torch.zeros(20), torch.zeros(7)
         torch.zeros(30)  # gone when it is asked
-        tracker.relabel_since(moment, "kept", keep=frozenset({"pool"}))
+        tracker.relabel_since(moment, "kept", exclude=frozenset({"pool"}))
         tracker.reset_peak()
     assert tracker.device.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
 
