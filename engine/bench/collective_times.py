@@ -1,4 +1,4 @@
-"""Seconds of all-reduce and all-to-all over all ranks by size, then of messages between every pair of nodes."""
+"""Measures all-reduce and all-to-all over all ranks by size, then messages between every pair of nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WINDOW_S = 0.01
 
 
 def measure_collectives(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
-    """Everything a rank does; that of rank 0 leaves what was found in summary.json."""
+    """Run one rank; rank 0 writes the results to summary.json."""
     placement = read_placement()
     with run_states(run, status, rank=placement.rank):
         status.phase = "start"

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 
 class BurstError(Exception):
-    """Base of all errors whose text is meant for a person; `exit_code` is what the process returns."""
+    """Base of all errors with a message for the user; `exit_code` is that of the process."""
 
     exit_code = 1
 
 
 class ConfigError(BurstError):
-    """The configuration cannot be used; `problems` holds one sentence per mistake, all of them at once."""
+    """The configuration cannot be used; `problems` has one sentence per mistake."""
 
     exit_code = 2
 
@@ -34,4 +34,4 @@ class DataError(BurstError):
 
 
 class RunError(BurstError):
-    """A run ended before it was done."""
+    """A run ended before it was complete."""

@@ -1,4 +1,4 @@
-"""The one-pass kernels of `engine.attention.merge`.
+"""The one-pass Triton kernels of `engine.attention.merge`.
 
 Tensors are [n, H, D] with D contiguous and any strides over rows and heads (kernels return transposed views). Offsets
 are 64-bit: n * H * D may exceed 2^31. Sums are formed in the accumulators' dtype.
@@ -23,7 +23,7 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
 
 def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None, *, stores: bool) -> None:
-    """See `engine.attention.merge.add_kv`; reads what there is once and writes `sums` once."""
+    """See `engine.attention.merge.add_kv`; reads each input once and writes `sums` once."""
     rows, _, heads, head_dim = sums.shape
     dk, dv = _dense_columns(dk), _dense_columns(dv)
     other = sums if arrived is None else arrived

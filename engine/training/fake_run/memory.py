@@ -1,12 +1,11 @@
-"""Peak memory of a training step on ranks that need not exist: the real step, run on tensors without values.
+"""Predicts the peak memory of a training step by running the real step as one rank on tensors without values.
 
-Model, sharding, layers, attention, loss and optimizer are those of a run, under FakeTensorMode and a process group
-whose messages go nowhere, as one rank of the world. A LiveTensorTracker counts what is alive. What is shortened does
-not change the peak: attention plans (`engine.training.fake_run.stand_ins`), walks over rows
-(`engine.device.row_blocks`), the initial weights, which are not drawn, and the first step, of which only what it leaves
-is made.
+Model, sharding, layers, attention, loss and optimizer are those of a run, under FakeTensorMode and a fake process
+group, as one rank of the world. A LiveTensorTracker counts live bytes. Some parts are shortened without a change of the
+peak: attention plans (`engine.training.fake_run.stand_ins`), loops over rows (`engine.device.row_blocks`), initial
+weights, which are not drawn, and the first step, of which only the state after it is created.
 
-Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` stands for CUDA attention), the allocator's
+Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` substitutes CUDA attention), the allocator's
 fragmentation, CUDA's and NCCL's own memory (`reserve_bytes`), anything that `train.compile` saves, and on CUDA with
 memory.optimizer_store=host the fp32 shards of one FSDP unit on their way to or from the host.
 """
@@ -69,7 +68,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -> MemoryPrediction:
-    """The prediction for the ranks of `world`, on the CPU under cluster.backend=gloo, else CUDA; sends nothing.
+    """Predict the memory of the ranks of `world`, on CPUs with cluster.backend=gloo, else CUDA. Not collective.
 
     whole   runs all layers, where a few layers say the same (`shortened`)
 
@@ -95,7 +94,7 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
 
 
 class _Scene:
-    """A configuration on ranks that are imagined; `config` and `method` are resolved."""
+    """A configuration on fake ranks; `config` and `method` are resolved."""
 
     def __init__(self, config: RunConfig, topology: Topology) -> None:
         # Without a limit: what does not fit is to be predicted, too.
@@ -109,7 +108,7 @@ class _Scene:
         self.method: AttentionMethod = resolve_attention(self.config, self._cp_topology, machine)
 
     def predict(self, rank: int, *, whole: bool) -> MemoryPrediction:
-        """The prediction of one rank."""
+        """Predict one rank."""
         depths = [(self.config, 1)] if whole else shortened(self.config, self.method)
         steps = [(self._step(rank, config), times) for config, times in depths]
         device = _total([(step.device.phase_peaks, times) for step, times in steps])
@@ -132,7 +131,7 @@ class _Scene:
         )
 
     def _step(self, rank: int, config: RunConfig) -> LiveTensorTracker:
-        """One step, of a run that has made its first: optimizer state and attention's reusable buffers exist."""
+        """Run a step that is not the first: optimizer states and attention's reusable buffers exist."""
         with fake_ranks(rank, self._topology.size):
             mesh = open_mesh(rank, self._degrees, torch.device("cpu"), self._topology)
             attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
@@ -162,7 +161,7 @@ class _Scene:
         return tracker
 
     def _make_buffers(self, attention: ContextParallel, rows: int) -> None:
-        """Runs every layer's plans once."""
+        """Run every layer's plans once, to allocate attention's reusable buffers."""
         config, tp_size = self.config, self._degrees.tp_size
         model, dtype = config.model, getattr(torch, config.train.compute_dtype)
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
@@ -183,7 +182,7 @@ class _Scene:
 
 
 def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfig, int]]:
-    """Runs of few layers, and how often each counts: their sum is the memory of all layers, place by place.
+    """Return runs of few layers with factors, whose weighted sum is the memory of all layers, per position.
 
     Layers beyond the first and the last of a kind add the same bytes each, or each turn of policies and masks does.
     Those that keep on the host are one stretch of layers, those that keep on the device another.
@@ -214,7 +213,7 @@ def _with_layers(config: RunConfig, on_host: int, on_device: int) -> RunConfig:
 
 
 def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:
-    """Peaks of every place, each the sum of so many times those of the parts; `phase` without the place."""
+    """Return the weighted sum of the parts' peaks for every position; `phase` without the position."""
     found = []
     for place in parts[0][0]:
         components: Counter[str] = Counter()
@@ -227,7 +226,7 @@ def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Inside the body this process is `rank` of a world whose messages go nowhere; nothing of it remains after."""
+    """Make this process `rank` of a fake process group inside the body."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -236,14 +235,14 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _fill_library_caches(config: RunConfig) -> None:
-    """torchao computes tables at first use and keeps them, which fails on tensors without values."""
+    """Make torchao compute its cached tables, which it cannot do on tensors without values."""
     layer = nn.Linear(64, 64)
     layer.weight.grad = torch.zeros_like(layer.weight)
     build_optimizer(layer, config.optimizer, config.memory.moments_dtype).step()
 
 
 def _batch(mode: FakeTensorMode, config: RunConfig, prepare: Callable[[Batch], RankBatch]) -> RankBatch:
-    """A batch of one micro-step, without values: every position has a label, and no document ends."""
+    """Build a batch of one micro-step without values: every position has a label, in a single document."""
     size, start = config.train.micro_batch_size, np.zeros(1, dtype=np.int64)
     tokens = np.zeros((size, config.train.seq_len), dtype=np.int64)
     batch = prepare(Batch(tokens, tokens, (start,) * size, tuple(range(size))))
@@ -252,7 +251,7 @@ def _batch(mode: FakeTensorMode, config: RunConfig, prepare: Callable[[Batch], R
 
 
 def main() -> None:
-    """Answers requests of `engine.predict.memory`, a line of JSON each, until none comes for a while."""
+    """Answer requests of `engine.predict.memory`, one line of JSON each, until none arrives for IDLE_S."""
     # Libraries may print; stdout is for the answers alone.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
