@@ -2,8 +2,8 @@
 
 Model, sharding, layers, attention, loss and optimizer are those of a run, under FakeTensorMode and a fake process
 group, as one rank of the world. A LiveTensorTracker counts live bytes. Some parts are shortened without a change of the
-peak: attention plans (`engine.training.fake_run.stand_ins`), loops over rows (`engine.device.row_blocks`), initial
-weights, which are not drawn, and the first step, of which only the state after it is created.
+peak: attention plans (`engine.training.fake_run.stand_ins`), loops over rows (`engine.device.row_blocks`), the
+initial weights, which are not drawn, and the first step, of which only the state after it is created.
 
 Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` substitutes CUDA attention), the allocator's
 fragmentation, CUDA's and NCCL's own memory (`reserve_bytes`), anything that `train.compile` saves, and on CUDA with
