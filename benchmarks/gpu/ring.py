@@ -21,6 +21,7 @@ from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.layers import attention_layers
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
+from engine.predict.machine import machine_of
 from engine.resolve.attention import resolve_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -83,7 +84,7 @@ class RingCase:
             memory=MemoryConfig(activation_checkpoint="none"),
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=shape.dtype),
         )
-        method = resolve_attention(config, topology)
+        method = resolve_attention(config, topology, machine_of(config))
         group = AttentionGroup(rank, topology, SilentTransport(), kernel)
         context = build_context(group, attention_layers(config, method), self.seq_len)
         index = torch.from_numpy(context.layout.positions(rank)).to(device)
@@ -123,8 +124,8 @@ class RingRank:
 
 def gradients_of(execution: Execution, dtype: torch.dtype) -> Gradients:
     """What a finished backward pass left, cast once."""
-    dq, dkv = execution.argument("dq")["dq"].to(dtype), execution.argument("dkv")["dkv"].to(dtype)
-    return Gradients(dq, dkv[:, 0], dkv[:, 1])
+    found = {**execution.argument("dq"), **execution.argument("dkv")}
+    return Gradients(*(found[name].to(dtype) for name in ("dq", "dk", "dv")))
 
 
 def run_together(ranks: Sequence[RingRank], parts: Sequence[Inputs]) -> list[tuple[Tensor, Gradients]]:

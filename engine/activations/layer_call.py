@@ -157,12 +157,15 @@ class LayerCall:
         dx, execution = self._through_finish(hidden, attended, dy, sums, kv_heads)
         del attended  # attention's backward pass needs less than all that was recomputed
         execution.run()
-        dq, dkv = execution.argument("dq")["dq"], execution.argument("dkv")["dkv"]  # [T, B*H, D], [T, 2, B*K, D]
+        # dq [T, B*H, D], dk and dv [T, B*K, D]
+        attention_gradients = {**execution.argument("dq"), **execution.argument("dkv")}
         for rows in self.tiles(hidden):
             # values=False: the gradients of a matmul do not need its result, so none runs here.
             x_rows, projected = graph or self._graph_of_project(hidden, rows, values=False)
-            dq_rows, dkv_rows = (fetched(x[rows], self.device).to(hidden.dtype) for x in (dq, dkv))
-            gradients = [unfold(part, hidden.shape[0]) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
+            parts = (
+                fetched(attention_gradients[name][rows], self.device).to(hidden.dtype) for name in ("dq", "dk", "dv")
+            )
+            gradients = [unfold(part, hidden.shape[0]) for part in parts]
             (dx_rows,) = sums.add(projected, gradients, [x_rows])
             dx[:, rows].add_(dx_rows)
         return dx, sums.of_parameters()

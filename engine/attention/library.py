@@ -35,7 +35,7 @@ from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
 from engine.kernels.attention import KernelChoice, select_kernel
-from engine.planning.methods.layers import attention_layers
+from engine.planning.methods.layers import LayerPattern, attention_layers, build_layers, layer_pattern
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.schedules.plan import channels_of
@@ -43,9 +43,9 @@ from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
-from engine.predict.machine import machine_of
+from engine.predict.machine import Machine, machine_of
 from engine.resolve.attention import resolve_attention
-from engine.resolve.auto import resolve_auto
+from engine.resolve.run import ResolvedRun, resolve_run
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
@@ -76,7 +76,9 @@ class ContextParallel:
     group         process group whose ranks share every sequence; None: all ranks, or this process alone where
                   torch.distributed is not initialised
     num_heads     query heads of the whole model; num_kv_heads of them for keys and values (None: as many)
-    head_dim      width of one head; the softmax scale is 1/sqrt(head_dim)
+    head_dim      width of one head of q and k; the softmax scale is 1/sqrt(head_dim)
+    v_dim         width of one head of v and of the output; None: head_dim. Not every kernel takes another one, and a
+                  method that is chosen by costs is chosen for heads of head_dim
     preset        a named method, see docs/attention.md; it names the attention part of a method only
     nodes         machines over which the group's ranks lie, in equal runs; None: found by host name
     dtype         of q, k and v
@@ -96,6 +98,7 @@ class ContextParallel:
     dtype: torch.dtype
     kernel_choice: KernelChoice | None  # why `group.kernel`, where it was chosen
     process_group: dist.ProcessGroup | None  # that was given
+    machine: Machine | None  # on which the method was chosen; None: of a group that is imagined
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class ContextParallel:
         num_heads: int,
         head_dim: int,
         num_kv_heads: int | None = None,
+        v_dim: int | None = None,
         preset: str = "burst",
         nodes: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -111,7 +115,12 @@ class ContextParallel:
         timeout: timedelta = MESSAGE_TIMEOUT,
         **axes: Any,
     ) -> None:
-        heads = HeadShape(num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim)
+        heads = HeadShape(
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim,
+            head_dim if v_dim is None else v_dim,
+        )
         device = torch.device(device) if device is not None else _default_device(group)
         axes_read = _read_axes(preset, axes)
         places = _all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
@@ -119,28 +128,28 @@ class ContextParallel:
         ranks = places[world_rank].ranks
         topology = _find_topology([places[rank].host for rank in ranks], nodes)
         config = _run_config(axes_read, heads, dtype, topology)
-        method = resolve_attention(config, topology, machine_of(config, places[ranks[0]].device))
+        machine = machine_of(config, places[ranks[0]].device)
+        method = resolve_attention(config, topology, machine)
         for text in warnings_of(method, topology):
             warnings.warn(text, stacklevel=2)
-        choice = select_kernel(axes_read.kernel, device, dtype, head_dim)
+        choice = select_kernel(axes_read.kernel, device, dtype, head_dim, v_dim=heads.v_dim)
         groups = sorted({place.ranks for place in places})
         # All ranks of the world must open the same channels, and other groups may lie, and so work, differently.
         channels = channels_of(method) if len(groups) == 1 else tuple(Channel)
         transport = open_transport(groups, world_rank, topology, device, channels=channels, timeout=timeout)
         self._join(config, AttentionGroup(ranks.index(world_rank), topology, transport, choice.kernel), method)
         self.heads, self.dtype, self.device, self.kernel_choice = heads, dtype, device, choice
-        self.process_group = group
+        self.process_group, self.machine = group, machine
 
     @classmethod
-    def of_run(cls, config: RunConfig, mesh: Mesh, transport: Transport | None = None) -> ContextParallel:
-        """That of a configured run, connected. Collective over all ranks of the world (it makes process groups).
+    def of_run(cls, run: ResolvedRun, mesh: Mesh, transport: Transport | None = None) -> ContextParallel:
+        """That of a resolved run, connected. Collective over all ranks of the world (it makes process groups).
 
         Runs whose attentions work in turn on the same ranks may share a `transport` with all channels
         (`open_channels`).
         """
+        config, method, device = run.config, run.method, mesh.device
         set_sm_carveout(config.parallel.comm_sms)
-        topology, device = mesh.cp_topology, mesh.device
-        config, method = _resolve(config, topology, device)
         choice = select_kernel(
             config.attention.kernel,
             device,
@@ -154,8 +163,9 @@ class ContextParallel:
             text = f"rank {mesh.rank} takes {choice.kernel.name} instead of {failed}, which {problem}"
             warnings.warn(text, stacklevel=2)
         transport = transport or open_channels(config, mesh, channels_of(method))
-        made = cls.of_group(config, AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel), method)
+        made = cls.of_group(config, AttentionGroup(mesh.cp_rank, run.group, transport, choice.kernel), method)
         made.device, made.kernel_choice = device, choice
+        made._pattern, made.machine = run.layers, run.machine
         made.warm_up_connections()
         return made
 
@@ -169,7 +179,9 @@ class ContextParallel:
     def _join(self, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> None:
         model = local_heads(config.model, config.parallel.tp_size)
         self.config, self.group, self.method = config, group, method
-        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
+        self._pattern: Sequence[LayerPattern] = layer_pattern(config, method)
+        self.machine = None
+        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
         self.device = torch.device("cpu")
         self.kernel_choice = None
@@ -223,8 +235,10 @@ class ContextParallel:
         has_documents = any(mask.documents for mask in masks)
         group = self.group
         if has_documents:
-            name, head_dim = self.config.attention.kernel, self.heads.head_dim
-            kernel = select_kernel(name, self.device, self.dtype, head_dim, documents=True).kernel
+            name, heads = self.config.attention.kernel, self.heads
+            kernel = select_kernel(
+                name, self.device, self.dtype, heads.head_dim, v_dim=heads.v_dim, documents=True
+            ).kernel
             group = replace(group, kernel=kernel)
         return build_context(group, layers, padded_length(seq_len, self.size), self)
 
@@ -289,7 +303,7 @@ class ContextParallel:
             return self._contexts[key]
 
     def _plan(self, documents: tuple[int, ...]) -> SequenceContext:
-        layers = attention_layers(self.config, self.method, documents)
+        layers = build_layers(self._pattern, self.config, self.method, documents)
         padded = padded_length(self.config.train.seq_len, self.method.cp_size, self.config.parallel.tp_size)
         return build_context(self.group, layers, padded, self)
 
@@ -333,9 +347,9 @@ class ContextParallel:
         return self.group.transport.meter.sent
 
     def idle_wire_s(self) -> float:
-        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of cluster.machine."""
-        machine = machine_of(self.config, _device_name(self.device))
-        return machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
+        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of the run's machine."""
+        assert self.machine is not None, "ranks that are imagined send nothing"
+        return self.machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
@@ -446,18 +460,15 @@ def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = t
     )
 
 
-def _resolve(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:
-    """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank.
+def resolve_here(config: RunConfig, mesh: Mesh) -> ResolvedRun:
+    """A run that no launch has resolved, such as one of a benchmark, on the ranks of `mesh`.
 
-    Collective over all ranks of the world, where there is one.
+    Collective over all ranks of the world: ranks with different devices must choose alike. Its memory policy is named.
     """
-    names = [_device_name(device)]
-    if dist.is_initialized():  # ranks with different devices must choose alike
-        dist.broadcast_object_list(names, src=0, device=device)
-    machine = machine_of(config, names[0])
-    choice = resolve_auto(config, topology, machine)
-    method = resolve_attention(choice.config, topology, machine)
-    return choice.config, replace(method, reason=choice.reason) if choice.candidates else method
+    names = [_device_name(mesh.device)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0, device=mesh.device)
+    return resolve_run(config, mesh.topology, machine_of(config, names[0]))
 
 
 def _device_name(device: torch.device) -> str:

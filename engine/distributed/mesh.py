@@ -17,7 +17,8 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
 from engine.distributed.collectives import gather_objects
-from engine.planning.topology import Degrees, Topology, place_ranks
+from engine.planning.topology import Degrees, Topology
+from engine.resolve.degrees import place_ranks
 
 # Before training one rank of a node may tokenise the whole corpus while the others wait in a collective.
 START_TIMEOUT = timedelta(minutes=60)
@@ -214,7 +215,10 @@ def limit_waits(mesh: Mesh, timeout: timedelta) -> None:
 
 
 def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
-    """Build the mesh of this run on the started process group. Collective. Raises ConfigError with all problems."""
+    """Build the mesh of ranks that no launch has resolved, on the started process group. Collective.
+
+    Raises ConfigError with all problems.
+    """
     placement = read_placement()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     degrees, topology = place_ranks(parallel, world_size, cluster.topology_nodes or _count_nodes(placement))

@@ -30,20 +30,21 @@ from engine.planning.checkpoint_policy import layer_policies
 from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
 from engine.predict.memory import host_memory
 from engine.predict.policy_cost import layers_on_host, state_bytes
+from engine.resolve.run import ResolvedRun
 
 
 def build_model(
-    config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+    run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
 ) -> tuple[LlamaModel, ContextParallel]:
     """Return the model, sharded and initialised, and its attention over the cp ranks. Collective over all ranks.
 
     The model is built on the meta device, sharded, and allocated afterwards, so no rank ever holds all of it.
 
     Args:
-        attention: See `parallelize`.
+        attention: Of the run, if the caller has built it (building one opens process groups); None: it is built here.
     """
-    model, attention = build_empty_model(config, mesh, attention)
-    set_first_weights(model, config)
+    model, attention = build_empty_model(run, mesh, attention)
+    set_first_weights(model, run.config)
     return model, attention
 
 
@@ -60,28 +61,20 @@ def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
 
 
 def build_empty_model(
-    config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+    run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
 ) -> tuple[LlamaModel, ContextParallel]:
     """Return what `build_model` returns, with uninitialised weights."""
+    config = run.config
     with torch.device("meta"):
         model = LlamaModel(config.model, config.loss)
-    attention = parallelize(model, config, mesh, attention)
+    attention = attention or ContextParallel.of_run(run, mesh)
+    parallelize(model, config, mesh, attention)
     model.to_empty(device=parameter_device(config.memory.optimizer_store, mesh.device))
     return model, attention
 
 
-def parallelize(
-    model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
-) -> ContextParallel:
-    """Change `model` in place to run on `mesh`; return the attention over the cp ranks to call it with. Collective.
-
-    Args:
-        model: On the meta device.
-        config: The resolved configuration.
-        mesh: Ranks and device meshes.
-        attention: Returned if given, since building one opens process groups; else built from the config.
-    """
-    attention = attention or ContextParallel.of_run(config, mesh)
+def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel) -> None:
+    """Change `model`, on the meta device, in place to run on `mesh` with this attention. Collective over all ranks."""
     if mesh.tp_mesh is not None:  # before FSDP2, which shards the tensor-parallel slices further
         slice_model(model, mesh.tp_mesh)
         model.tie_weights()
@@ -99,7 +92,6 @@ def parallelize(
         compute_dtype=config.train.compute_dtype,
         store=config.memory.optimizer_store,
     )
-    return attention
 
 
 def layer_executions(

@@ -43,11 +43,6 @@ def home_path(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111 (that of Path raises RuntimeError)
 
 
-def hash_json(value: object) -> str:
-    """Return the SHA-256 in hex of `value` as JSON with sorted keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def hash_file(path: Path) -> str:
     """Return the SHA-256 in hex of a file. Raises OSError."""
     with path.open("rb") as file:

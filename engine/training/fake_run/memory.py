@@ -5,7 +5,7 @@ group, as one rank of the world. A LiveTensorTracker counts live bytes. Some par
 peak: attention plans (`engine.training.fake_run.stand_ins`), loops over rows (`engine.device.row_blocks`), the
 initial weights, which are not drawn, and the first step, of which only the state after it is created.
 
-Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` substitutes CUDA attention), the allocator's
+Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` replaces CUDA attention), the allocator's
 fragmentation, CUDA's and NCCL's own memory (`reserve_bytes`), anything that `train.compile` saves, and on CUDA with
 memory.optimizer_store=host the fp32 shards of one FSDP unit on their way to or from the host.
 """
@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,14 +51,10 @@ from engine.parallel.parallelize import parallelize
 from engine.planning.checkpoint_policy import checkpoint_kinds
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.topology import Topology, resolve_degrees
-from engine.predict.machine import Machine, machine_of
+from engine.planning.topology import Degrees, Topology
 from engine.predict.memory import IDLE_S, DeviceKind, MemoryPrediction
 from engine.predict.memory_ranks import reserve_bytes, worst_ranks
 from engine.predict.policy_cost import layers_on_host
-from engine.predict.step_time import predict_step
-from engine.resolve.attention import resolve_attention
-from engine.resolve.auto import resolve_auto
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
 from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_runtime
 from engine.training.train_step import RankBatch, TrainStep
@@ -67,8 +62,10 @@ from engine.training.train_step import RankBatch, TrainStep
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 
-def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -> MemoryPrediction:
-    """Predict the memory of the ranks of `world`, on CPUs with cluster.backend=gloo, else CUDA. Not collective.
+def predict_memory(
+    config: RunConfig, method: AttentionMethod, world: Topology, *, whole: bool = False
+) -> MemoryPrediction:
+    """The prediction for the ranks of `world`, on the CPU under cluster.backend=gloo, else CUDA; sends nothing.
 
     whole   runs all layers, where a few layers say the same (`shortened`)
 
@@ -81,7 +78,7 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
             "process of its own"
         )
     started = time.perf_counter()
-    scene = _Scene(config, world)
+    scene = _Scene(config, method, world)
     found = [scene.predict(rank, whole=whole) for rank in worst_ranks(scene.config, scene.method)]
     largest = max(found, key=lambda prediction: prediction.device_peak_bytes)
     host = max(found, key=lambda prediction: prediction.host_peak_bytes)
@@ -94,18 +91,17 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
 
 
 class _Scene:
-    """A configuration on fake ranks; `config` and `method` are resolved."""
+    """A configuration and its attention on ranks that are imagined."""
 
-    def __init__(self, config: RunConfig, topology: Topology) -> None:
+    def __init__(self, config: RunConfig, method: AttentionMethod, topology: Topology) -> None:
         # Without a limit: what does not fit is to be predicted, too.
         memory, train = replace(config.memory, host_bytes=None), replace(config.train, compile=False)
         self._topology = topology
         self._kind: DeviceKind = "cpu" if config.cluster.backend == "gloo" else "cuda"
-        self._degrees = resolve_degrees(config.parallel, topology.size)
+        parallel = config.parallel
+        self._degrees = Degrees(parallel.dp_replicate_size, parallel.dp_shard_size, method.cp_size, parallel.tp_size)
         self._cp_topology = self._degrees.cp_topology(topology)
-        machine = machine_of(config)
-        self.config = resolve_auto(replace(config, memory=memory, train=train), self._cp_topology, machine).config
-        self.method: AttentionMethod = resolve_attention(self.config, self._cp_topology, machine)
+        self.config, self.method = replace(config, memory=memory, train=train), method
 
     def predict(self, rank: int, *, whole: bool) -> MemoryPrediction:
         """Predict one rank."""
@@ -259,13 +255,9 @@ def main() -> None:
         while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
             request = json.loads(line)
             try:
-                config = config_from_dict(yaml.safe_load(request["config"]))
-                world = Topology(request["nodes"], request["local_ranks"])
-                if "machine" in request:
-                    machine, _ = read_dataclass(Machine, request["machine"])
-                    answer = asdict(predict_step(config, world, machine))
-                else:
-                    answer = asdict(predict_memory(config, world))
+                config, world = config_from_dict(request["config"]), Topology(**request["world"])
+                method, _ = read_dataclass(AttentionMethod, request["method"])
+                answer = asdict(predict_memory(config, method, world))
             except ConfigError as error:
                 answer = {"problems": list(error.problems)}
             print(json.dumps(answer), file=answers, flush=True)

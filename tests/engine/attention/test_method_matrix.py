@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 from plan_checks import check_plans, windows
 from testkit.covering import Case, covering_cases, pairs_of
+from testkit.resolved import method_of
 
 from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
@@ -24,7 +25,6 @@ from engine.planning.methods.presets import PRESETS
 from engine.planning.program.ops import HOST_CHANNELS
 from engine.planning.schedules.plan import channels_of, plan_method
 from engine.planning.topology import Topology, padded_length
-from engine.resolve.attention import resolve_attention
 
 ROWS = 41  # a prime: every group of several ranks has a padded tail
 STARTS = (0, 1, 2, 3, 11, 20, 21, 33, 40)  # documents of one token, and some across the edges of every chunk
@@ -69,6 +69,7 @@ KEEPS: dict[str, MemoryConfig] = {
     "nothing": MemoryConfig(activation_checkpoint="full"),
 }
 KERNELS = {"reference": ReferenceKernel(), "cpu_flash": CpuFlashKernel()}
+HEAD_DIMS = {"8": (8, 8), "24 and 16": (24, 16), "4 and 8": (4, 8)}  # of q and k, and of v and out
 LAYOUTS = ["contiguous", "zigzag", "striped", "per_document", "balanced", "split_zigzag", "chunk_cyclic"]
 AXES = {
     "preset": [name for name in PRESETS if name != "megatron_tp"],  # which is `single` to attention
@@ -80,6 +81,7 @@ AXES = {
     "grouping": ["MHA", "GQA", "MQA"],
     "keeps": [*KEEPS],
     "kernel": [*KERNELS],
+    "head_dims": [*HEAD_DIMS],
 }
 
 
@@ -107,15 +109,16 @@ def refused(preset: str, topology: str, layout: str, variant: str, heads: str, g
     """Whether such a configuration is illegal; masks, memory and kernels go with everything."""
     case = {"preset": preset, "topology": topology, "layout": layout, "variant": variant, "heads": heads}
     try:
-        resolve_attention(
-            config_of({**case, "grouping": grouping, "mask": "causal", "keeps": "all"}), TOPOLOGIES[topology]
-        )
+        method_of(config_of({**case, "grouping": grouping, "mask": "causal", "keeps": "all"}), TOPOLOGIES[topology])
     except ConfigError:
         return True
     return False
 
 
 def is_legal(case: Case) -> bool:
+    kernel, (qk_dim, v_dim) = KERNELS[case["kernel"]], HEAD_DIMS[case["head_dims"]]
+    if qk_dim != v_dim and not kernel.capabilities.unequal_head_dims:
+        return False
     return not refused(*(case[axis] for axis in ("preset", "topology", "layout", "variant", "heads", "grouping")))
 
 
@@ -126,7 +129,7 @@ CASES = covering_cases(AXES, is_legal)
 def test_every_method_equals_dense_attention(number: int) -> None:
     case = CASES[number]
     config, topology = config_of(case), TOPOLOGIES[case["topology"]]
-    method = resolve_attention(config, topology)
+    method = method_of(config, topology)
     method = replace(method, deferred_local_tiles=DEFERRED.get(case["variant"], method.deferred_local_tiles))
     (layer,) = attention_layers(config, method, STARTS if config.attention.documents else ())
     blocks = divide_sequence(layer.method, padded_length(ROWS, topology.size, 1), [layer.mask])
@@ -140,6 +143,7 @@ def test_every_method_equals_dense_attention(number: int) -> None:
         late=number % 2 == 0,
         topology=topology,
         before=layer.recompute_before,
+        head_dims=HEAD_DIMS[case["head_dims"]],
     )
     assert config.attention.mask in WINDOWED or not windows(plans)
     opened = {*channels_of(method), *HOST_CHANNELS}
@@ -157,6 +161,7 @@ NEVER_TOGETHER: list[tuple[list[str], list[str]]] = [
     ),
     (["fpdt", "chunk_cyclic"], RINGS_OF_THEIR_OWN),  # chunks travel a plain ring
     (["megatron_cp", "megatron_hierarchical"], ["q", "gathered", "tail", *CHUNKS, "chunk_cyclic"]),
+    (["cpu_flash"], ["24 and 16", "4 and 8"]),
     (["megatron_allgather"], ["q", "reversed", "tail", *CHUNKS, "chunk_cyclic"]),
 ]
 

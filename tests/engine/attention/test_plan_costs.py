@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from attention_oracle import ring_method
+from testkit.resolved import method_of
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.blocks import divide_sequence
@@ -21,12 +22,11 @@ from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask, halves
 from engine.planning.visibility.visible import Visibility
-from engine.resolve.attention import resolve_attention
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
 DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]
 HEADS = 8
-MHA = TokenBytes(HEADS, HEADS, 16)
+MHA = TokenBytes(HEADS, HEADS, 16, 16)
 
 
 def plans_of(method: AttentionMethod, mask: Mask | None = None, before: int | None = None) -> PlanPair:
@@ -99,7 +99,7 @@ def test_two_dimensions_move_the_exchange_and_the_hops_of_the_double_ring(
     exchange = (heads - 1) * share * (2 * width + 2 * max(kv_heads, heads) * head_dim) * 2 // heads
     block = 2 * share * heads * max(kv_heads // heads, 1) * head_dim * 2  # C of the formula
     ring_hops = outer * (inner - 1) + outer - 1
-    tokens = TokenBytes(HEADS, kv_heads, head_dim, wire_gradient_bytes=2 * wide)
+    tokens = TokenBytes(HEADS, kv_heads, head_dim, head_dim, wire_gradient_bytes=2 * wide)
     assert set(sent_by(plans.forward, tokens)) == {exchange + ring_hops * block}
     # dK, dV: one hop home inside the ring, or the last hop of a single level; sums of far cycles go straight.
     gradient_hops = ring_hops + (inner > 1 and outer > 1)
@@ -115,7 +115,7 @@ def forward_bytes(seq_len: int, **attention: object) -> int:
         attention=AttentionConfig(**attention),  # type: ignore[arg-type]
         train=TrainConfig(seq_len=seq_len),
     )
-    (layer,) = attention_layers(config, resolve_attention(config, Topology(1, 8)))
+    (layer,) = attention_layers(config, method_of(config, Topology(1, 8)))
     return sum(sent_by(plans_of(layer.method, layer.mask).forward))
 
 
@@ -252,7 +252,7 @@ def test_one_rank_of_many_plans_in_a_moment(preset: Any) -> None:
         attention=AttentionConfig(preset=preset),
         train=TrainConfig(seq_len=seq_len),
     )
-    method = resolve_attention(config, topology)
+    method = method_of(config, topology)
     blocks = divide_sequence(method, seq_len)
     started = time.process_time()
     plan_method(method, Mask(seq_len), blocks, 77)
