@@ -142,7 +142,7 @@ def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: Att
 
 
 def resolve_attention(config: RunConfig, topology: Topology, machine: Machine) -> AttentionMethod:
-    """The configured preset with its overrides as a legal method, which `select_moving_operand` chooses and explains."""
+    """Return the configured preset with its overrides as a legal method, which `select_moving_operand` chooses."""
     return select_moving_operand(config, topology, machine)[0]
 
 
