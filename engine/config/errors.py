@@ -38,5 +38,5 @@ class RunError(BurstError):
 
 
 def legal_sizes(number: int) -> str:
-    """The divisors of a number as a list in words: what a size that must divide it may be."""
+    """Return the divisors of a number as a list in words."""
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -138,12 +138,12 @@ class Degrees:
         )
 
     def cp_topology(self, topology: Topology) -> Topology:
-        """Where the ranks of a cp group of a run lie: of a node's ranks every tp_size-th belongs to it."""
+        """Return the topology of a cp group of a run, which has every tp_size-th rank of a node."""
         return sequence_group(topology, self.cp_size, self.tp_size)
 
 
 def sequence_group(world: Topology, cp_size: int, tp_size: int = 1) -> Topology:
-    """Where the ranks that share one sequence are, each with the same slice of every matrix."""
+    """Return the topology of the ranks that share one sequence and have the same slice of every matrix."""
     return Topology(world.nodes, world.local_ranks // tp_size).group(cp_size)
 
 

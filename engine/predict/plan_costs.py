@@ -10,7 +10,7 @@ from engine.planning.visibility.mask import Band
 
 
 def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
-    """FLOPs per visible pair of one query head, a multiplication and an addition counting as two.
+    """Return the FLOPs per visible pair of one query head; a multiply-add counts as two.
 
     Forward: Q K^T and P V. Backward: Q K^T (recomputed, so not in the model FLOPs of `engine.predict.flops`) and
     the gradients of q and k over `qk_dim` channels, dO V^T and the gradient of v over `v_dim`.
@@ -32,7 +32,7 @@ def layer_numbers(model: ModelConfig) -> int:
 
 
 def query_heads(tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> int:
-    """Query heads that a tile computes."""
+    """Return the number of query heads that a tile computes."""
     heads = buffers[tile.q.buffer].heads.part(tile.heads)
     return heads.counts(token_bytes.num_heads, token_bytes.num_kv_heads)[0]
 
@@ -46,7 +46,7 @@ def computed_pairs(band: Band, block_rows: float) -> float:
 def tile_flops(
     tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes, direction: Direction, block_rows: float = 0.0
 ) -> float:
-    """FLOPs of one kernel call over all of its heads, wasted parts of blocks included."""
+    """Return the FLOPs of one kernel call over all of its heads, wasted parts of blocks included."""
     heads = query_heads(tile, buffers, token_bytes)
     flops = pair_flops(direction, token_bytes.qk_dim, token_bytes.v_dim)
     return flops * heads * computed_pairs(tile.band, block_rows)
@@ -65,7 +65,7 @@ class ViewBytes:
         return (view.stop - view.start) * self._widths[view.buffer]
 
     def moved_by_tile(self, tile: Tile) -> int:
-        """Bytes read and written to merge a tile's results into its accumulators, or to store them there."""
+        """Return the bytes read and written to merge a tile's results into its accumulators, or to store them."""
         moved = self._of_heads(tile.sums, tile.heads) * (2 - tile.stores)
         return moved + (self._of_heads(tile.kv_sums, tile.heads) * (2 - tile.stores_kv) if tile.kv_sums else 0)
 

@@ -200,7 +200,7 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
     finish = model.hidden_size * (query + 2 * model.ffn_hidden_size)
     if policy.kind == "none":
         return finish if tiled else 0
-    again = project + finish
-    if policy.index < policy.group_size - 1:  # the chain of inputs
-        again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
-    return again
+    recomputed = project + finish
+    if policy.index < policy.group_size - 1:  # the next layer's input is recomputed from this layer
+        recomputed += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
+    return recomputed

@@ -26,14 +26,14 @@ HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, shared by its ranks
 
 
 def predict_step(config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> StepTime:
-    """A step of `config`, whose memory policy is named, with the attention of `method` on the ranks of `world`."""
+    """Predict a step of `config`, whose memory policy is named, with `method` on the ranks of `world`."""
     return _Step(config, method, world, machine).predict()
 
 
 def replayed_attention(
     config: RunConfig, method: AttentionMethod, group: Topology, machine: Machine
 ) -> AttentionPreview:
-    """The preview that the time of attention is read from: plans of `timed_ranks`, made once."""
+    """Return the replayed plans of `timed_ranks`, cached: the source of attention's time."""
     kept, plain = config.memory, MemoryConfig()
     kind = "attn_out" if kept.activation_checkpoint == "attn_out_every" else kept.activation_checkpoint
     fraction = kept.saved_fraction if kind == "seq_fraction" or kept.checkpoint_layers else plain.saved_fraction

@@ -65,7 +65,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 def predict_memory(
     config: RunConfig, method: AttentionMethod, world: Topology, *, whole: bool = False
 ) -> MemoryPrediction:
-    """The prediction for the ranks of `world`, on the CPU under cluster.backend=gloo, else CUDA; sends nothing.
+    """Predict the memory of the ranks of `world`, on CPUs with cluster.backend=gloo, else CUDA. Not collective.
 
     whole   runs all layers, where a few layers say the same (`shortened`)
 
@@ -91,7 +91,7 @@ def predict_memory(
 
 
 class _Scene:
-    """A configuration and its attention on ranks that are imagined."""
+    """A configuration and its attention on fake ranks."""
 
     def __init__(self, config: RunConfig, method: AttentionMethod, topology: Topology) -> None:
         # Without a limit: what does not fit is to be predicted, too.
