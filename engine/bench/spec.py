@@ -69,7 +69,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class AttentionCell:
-    """Variants of attention under one mask at one length, measured in turn by one group of ranks.
+    """Variants of attention under one mask at one length, measured one after another by one group of ranks.
 
     `variants` and `mask` are points, NAME[:FIELD=VALUE]...: a preset or a mask, and fields of the configuration group
     `attention`, as in burst:backward_circulates=q or window:window_tokens=1024.

@@ -75,18 +75,18 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
             name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids, learns_ends=not is_chat))
             for name in (TRAIN, VALIDATION)
         }
-        begun: deque[SplitName] = deque()  # splits of the documents read so far that were not encoded yet
+        splits: deque[SplitName] = deque()  # splits of the documents read so far that were not encoded yet
 
         def noted(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[TextChunk]:
             for name, chunk in chunks:
                 if chunk.begins:
-                    begun.append(name)
+                    splits.append(name)
                 yield chunk
 
         chunks = noted(split(read("encode", total), documents, sizes, fraction))
         for part in encode_documents(chunks, tokenizer, bos_ids, is_chat=is_chat):
             if part.begins:
-                name = begun.popleft()
+                name = splits.popleft()
             writers[name].append(part.ids, part.is_prompt, part.text_bytes, begins_document=part.begins)
         for name, writer in writers.items():
             if writer.text_bytes == 0:

@@ -39,8 +39,11 @@ _GROUP_WINDOWS = 4096
 class Encoded:
     """Consecutive tokens of a document.
 
-    ids: int64 [tokens]. is_prompt: which of them are read but not learned, bool [tokens]. text_bytes: of the text that
-    was read for them. begins: its document does, here.
+    Attributes:
+        ids: [tokens] int64.
+        is_prompt: Which of them get no label, [tokens] bool.
+        text_bytes: Bytes of their text.
+        begins: Whether these are the first tokens of the document.
     """
 
     ids: Ids
@@ -53,9 +56,13 @@ class Encoded:
 class _Window:
     """Consecutive text of a document, from its character `start` on.
 
-    is_last: the document ends with it. first: its tokens before this one are out. ids, offsets, word_starts: as of
-    `TokenSpans`, characters counted from the document's beginning; offsets are null where nothing needs them. wanted:
-    with so many characters it is encoded again, for now its tokens are those of its beginning; or 0.
+    Attributes:
+        is_last: Whether the document ends with it.
+        first: Tokens before this one were yielded already.
+        ids, offsets, word_starts: See `TokenSpans`; characters are counted from the start of the document. offsets are
+            None if not needed.
+        wanted: Length in characters at which the window is encoded again; until then the tokens are those of its
+            beginning. 0: not pending.
     """
 
     chunk: TextChunk
@@ -84,15 +91,14 @@ def encode_documents(
     """Yield the tokens of consecutive documents, complete ones or parts, in order.
 
     Args:
-        chunks: the text; each belongs to the document that the latest one with `begins` has begun.
-        tokenizer: its ids for a whole document are what comes out.
-        bos_ids: what begins every document that is no conversation.
-        is_chat: the documents are conversations, in which special tokens are what they spell, and which begin as their
-            template has it.
-        overlap: characters that windows share.
+        chunks: The text; a chunk with `begins` starts a document.
+        tokenizer: The result equals its ids of the whole document.
+        bos_ids: Ids at the start of every document that is no conversation.
+        is_chat: Documents are conversations: special tokens in the text are recognised, the template adds the start.
+        overlap: Characters that consecutive windows share.
 
     Raises:
-        DataError: the tokenizer has no ids of a text that do not depend on what comes far behind it.
+        DataError: The ids of a text depend on text far after it.
     """
     start = np.asarray(() if is_chat else bos_ids, dtype=np.int64)
     for window, after in _spliced(_windows(chunks, 0 if tokenizer.is_local else overlap), tokenizer, is_chat):

@@ -4,22 +4,22 @@
     FOLDER/tokens-00000.bin ...   token ids one after the other, no header, little-endian (or one-dimensional .npy)
     FOLDER/documents.bin          optional: int64 little-endian, where each document starts, counted in tokens over
                                   all files; ascending, the first is 0
-    FOLDER/prompts.bin            optional: int64 little-endian pairs [first, after): ranges of tokens that are read but
-                                  not learned; ascending, none overlaps the next
+    FOLDER/prompts.bin            optional: int64 little-endian pairs [first, after): ranges of prompt tokens, which are
+                                  no labels; ascending, none overlaps the next
     FOLDER/token_bytes.bin        optional: uint32 little-endian, vocab_size entries: bytes of text per token id;
-                                  without it (and without a known tokenizer) no loss in bits per byte can be told
+                                  without it (and without a known tokenizer) there is no loss in bits per byte
     FOLDER/tokenizer.json         optional: to turn ids into text
 
-manifest.json, all that must be there:
+manifest.json with the required keys:
 
     {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 50257, "token_count": 123456,
      "files": [{"name": "tokens-00000.bin", "token_count": 123456}]}
 
-dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), bos_ids (those
+dtype is uint8, uint16, uint32, int32 or int64. Optional keys: eod_id (the id that ends every document), bos_ids (those
 that begin every text), tokenizer (a name; "bytes" is known), documents_file and document_count, prompts_file and
 prompt_count, token_bytes_file, text_bytes, counted_bytes (the sum of token_bytes over all tokens, where it may differ
-from text_bytes), source, writer, and in each entry of files its sha256. Names are plain: the files lie in the
-manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or corpus.npy) and
+from text_bytes), source, writer, and in each entry of files its sha256. Names are plain: the files are in the
+manifest's folder. A manifest may also be next to a single file with the same name: corpus.bin (or corpus.npy) and
 corpus.json. Unknown keys are ignored.
 """
 

@@ -197,14 +197,14 @@ class TokenShards:
 
 @dataclass(frozen=True, eq=False)
 class EchoedShards(TokenShards):
-    """A token set in chunks of `chunk_tokens`, each twice in a row; a last chunk that is not whole is left out.
+    """A token set in chunks of `chunk_tokens`, each repeated once; an incomplete last chunk is left out.
 
         tokens  a b c d e f g h ...      chunk_tokens = 4:  a b c d a b c d e f g h e f g h ...
 
-    The second time text can be told from memory, however long ago it was. With train.seq_len twice as long the second
-    half of every sample repeats the first. Small models learn within minutes to look back over half of their context
-    (Olsson et al. 2022, induction heads), which plain text teaches them far later. So a toy shows on real text whether
-    a longer context is used.
+    The second copy can be predicted from the first, at any distance. With train.seq_len twice as long the second half
+    of every sample repeats the first. Small models learn within minutes to copy over half of their context (Olsson et
+    al. 2022, induction heads), which they learn much later from plain text. So a toy model shows on real text whether a
+    longer context is used.
     """
 
     chunk_tokens: int
@@ -243,7 +243,7 @@ class EchoedShards(TokenShards):
 
 
 def echoed(shards: TokenShards, chunk_tokens: int) -> TokenShards:
-    """`shards` with every chunk of `chunk_tokens` tokens twice in a row; no index of documents: they are in chunks."""
+    """Return `shards` with every chunk of `chunk_tokens` tokens repeated once, without an index of documents."""
     return EchoedShards(shards.manifest, shards.folder, shards.parts, None, shards.prompts, shards.window, chunk_tokens)
 
 

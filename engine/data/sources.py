@@ -119,7 +119,7 @@ class Source:
     skips_bad_rows: bool = False
 
     def chunks(self, max_bytes: int | None, skipped: Problems | None = None) -> Iterator[TextChunk]:
-        """All text, no chunk empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
+        """Yield all text in non-empty chunks, up to `max_bytes` bytes of UTF-8 or the character that exceeds it.
 
         Rows that are left out are added to `skipped`. Raises DataError for what is no text, with every bad place of
         what was read, and where every row would be left out; OSError for a file that cannot be read.

@@ -1,6 +1,6 @@
 """Tokenizers: bytes, a BPE trained on the corpus, or any tokenizer.json.
 
-Each knows how many bytes of text every token id stands for, so a loss per token can be told as bits per byte, the one
+Each knows the bytes of text of every token id, so a loss per token can be converted to bits per byte, the one
 unit in which models with different tokenizers can be compared.
 """
 
@@ -47,7 +47,7 @@ class TokenSpans(NamedTuple):
 class ByteTokenizer:
     """Ids are UTF-8 bytes; 255, which UTF-8 never uses, ends a document. vocab_size is 256.
 
-    Of this and `FileTokenizer` ids lie in [0, vocab_size), and `eod_id` ends every document.
+    Ids of this and of `FileTokenizer` are in [0, vocab_size), and `eod_id` ends every document.
     """
 
     name = "bytes"

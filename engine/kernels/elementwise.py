@@ -34,7 +34,7 @@ def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
     """Rotate the pairs of x [B, T, H, D] by the angles of its rows (direction -1: back); the result is contiguous.
 
-    cos and sin [T, D / 2] are read for every head, but from cache: heads of a row lie side by side.
+    cos and sin [T, D / 2] are read for every head, but from cache, since heads of a row are adjacent.
     """
     batch, tokens, heads, head_dim = x.shape
     if x.stride(3) != 1:

@@ -27,7 +27,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 def launch(function: Any, programs: int, *args: Any, cells: int, **constants: Any) -> None:
     """Run `programs` programs of a kernel on the device of its first argument, a tensor.
 
-    cells   elements that a program has at once; 16 per thread, from 4 to 16 warps
+    cells   elements of a program's block; 16 per thread, from 4 to 16 warps
     """
     on = args[0]
     assert isinstance(on, Tensor)

@@ -54,7 +54,7 @@ def backward(
     others = drows if dtotal is None else as_rows(dtotal)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     tiles = RowTiles(rows.shape[0], rows.shape[1], most_sums)
-    empty = torch.empty if tiles.blocks == 1 else torch.zeros  # sums of narrow rows lie in registers until the end
+    empty = torch.empty if tiles.blocks == 1 else torch.zeros  # sums of narrow rows stay in registers until the end
     partial = empty(tiles.partial_sums, tiles.columns, dtype=rstd.dtype, device=total.device)
     tensors = (drows, others, rows, weight, rstd, dx, partial)
     numbers = (drows.stride(0), others.stride(0), rows.stride(0), tiles.rows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CELLS = 4096  # elements that a program works on at once
-MAX_WIDTH = 8192  # columns that a program holds in registers; wider rows are walked in blocks of so many
+CELLS = 4096  # elements of a program's block
+MAX_WIDTH = 8192  # columns that a program holds in registers; wider rows are processed in blocks of this many
 REDUCTION_PROGRAMS = 1024  # of a sum over rows, at most
 
 
@@ -21,7 +21,7 @@ def block_width(columns: int) -> int:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """[rows, columns] in blocks of `width` columns, of which programs take those of `per_program` rows at once.
+    """[rows, columns] in blocks of `width` columns, of which each program takes those of `per_program` rows together.
 
     most_sums   programs of a sum over rows, at most; each leaves a row of partial sums
     """

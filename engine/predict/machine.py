@@ -37,12 +37,12 @@ class Peak:
 class Machine:
     """One device with its links: a row of `DEVICES`, or what `burst bench machine` measured.
 
-    Rates are per device and per direction; every link carries both directions at once.
+    Rates are per device and per direction; every link is full duplex.
 
     pattern                     of what torch and drivers call it
     source                      the document, or where and when it was measured
     bf16_peak, fp32_peak        dense FLOP/s, without sparsity: bf16 with fp32 accumulation, fp32 outside the tensor
-                                cores (torch uses TF32 only when told to)
+                                cores (torch uses TF32 only if enabled)
     memory_bytes                as the driver reports it; of a CPU: None, it is the host's
     host_memory_bytes           of a node; None: not known
     is_cpu                      ranks compute on the cores of their node
@@ -116,7 +116,7 @@ class Machine:
         return Peak(flops_per_s, f"{self.source}, {dtype} dense")
 
     def tile_flops_per_s(self, direction: Direction, rows: float) -> float:
-        """Rate of the attention kernel on a tile of so many rows (the fewer of queries and keys)."""
+        """Return the rate of the attention kernel on a tile of `rows` rows, the smaller of queries and keys."""
         if direction == "forward":
             return self.forward_flops_per_s * share_at(self.forward_shares, rows)
         return self.backward_flops_per_s * share_at(self.backward_shares, rows)
@@ -126,7 +126,7 @@ class Machine:
         return self.matmul_flops_per_s * share_at(self.matmul_shares, side)
 
     def moved_bytes_per_s(self, operand_bytes: float) -> float:
-        """Rate of elementwise operations on operands of so many bytes."""
+        """Return the rate of elementwise operations on operands of this size."""
         return self.elementwise_bytes_per_s * share_at(self.elementwise_shares, operand_bytes)
 
     def bytes_per_s(self, link: LinkKind) -> float:
@@ -134,7 +134,7 @@ class Machine:
         return {"intra": self.intra_bytes_per_s, "inter": self.inter_bytes_per_s, "host": self.host_bytes_per_s}[link]
 
     def idle_wire_s(self, sent: LinkBytes, local_ranks: int) -> float:
-        """Seconds that so many bytes of one rank take when nothing else is on its links, which work at the same time.
+        """Return the seconds that these bytes of one rank take on otherwise idle links, which work concurrently.
 
         local_ranks   of a node; they send as much, and share the link to other nodes if it is one
         """
@@ -146,7 +146,7 @@ class Machine:
         return {"intra": self.intra_latency_s, "inter": self.inter_latency_s, "host": self.host_latency_s}[link]
 
     def shared_by(self, local_ranks: int, threads: int | None = None, cores: int | None = None) -> Machine:
-        """As one of `local_ranks` ranks of a node sees it, each of so many threads; a GPU is nobody else's.
+        """Return the machine as one of `local_ranks` ranks of a node has it, with `threads` threads; GPUs are not shared.
 
         Where fewer share the cores that were measured each is so much faster; a core of the table is one thread's, and
         more threads than there are cores, where that is known, have a part of one.

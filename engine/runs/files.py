@@ -101,7 +101,7 @@ def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        with contextlib.suppress(OSError):  # where anything lies in one
+        with contextlib.suppress(OSError):  # if one is not empty
             for parent in made:
                 parent.rmdir()
 

@@ -312,7 +312,7 @@ class RunFolder:
         for name in _ATTEMPT_FILES:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).rename(target / name)
-        for path in self.path.glob("logs/*/rank*.json"):  # errors, and where ranks said that they were
+        for path in self.path.glob("logs/*/rank*.json"):  # errors and status files of ranks
             path.rename(target / path.name)
 
 

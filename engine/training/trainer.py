@@ -198,7 +198,7 @@ class Trainer:
             plan = None if config.train.evaluate_only else run.read_memory_plan()
             peak = {"peak_flops_per_device": self.peak.flops_per_s, "peak_flops_source": self.peak.source}
             about = {"status": status, **run_facts(config, self.mesh, self.attention), **predicted_facts(plan), **peak}
-            about["config_fingerprint"] = self._requested  # so runs that asked for the same are alike
+            about["config_fingerprint"] = self._requested  # equal for runs with equal requests
             about["data_content_hash"] = self.data.content_hash
             run.write_summary({**about, **summarise(run.read_metrics()), **facts})
         self._recorder.close()
@@ -233,12 +233,12 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
 
 
 def join_run(config: RunConfig, resolved: ResolvedRun | None, device: torch.device) -> tuple[ResolvedRun, Mesh]:
-    """What all ranks do alike, and the mesh that they do it on. All ranks must call.
+    """Return the resolved run, equal on all ranks, and its mesh. Collective.
 
-    Ranks that act by different plans would wait for each other's messages forever.
+    Ranks with different plans would wait for each other's messages forever.
 
     Args:
-        config: as it was asked for.
+        config: As requested.
         resolved: what this rank read; None: no launch has resolved it, so the ranks do.
         device: of this rank.
 

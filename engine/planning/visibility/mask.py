@@ -324,7 +324,7 @@ class Mask:
         return self if self.query_stop is None else replace(self, query_stop=None)
 
     def pairs_before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Visible pairs [n] whose query lies before each of `positions` [n]; exact, at any length."""
+        """Return the visible pairs whose query is before each of `positions` [n], [n] int64, exact at any length."""
         return pairs_before(self.rectangles, positions)
 
 
