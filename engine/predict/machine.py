@@ -146,7 +146,7 @@ class Machine:
         return {"intra": self.intra_latency_s, "inter": self.inter_latency_s, "host": self.host_latency_s}[link]
 
     def shared_by(self, local_ranks: int, threads: int | None = None, cores: int | None = None) -> Machine:
-        """Return the machine as one of `local_ranks` ranks of a node has it, with `threads` threads; GPUs are not shared.
+        """Return the machine as one of `local_ranks` ranks of a node has it, of `threads` threads; GPUs are exclusive.
 
         Where fewer share the cores that were measured each is so much faster; a core of the table is one thread's, and
         more threads than there are cores, where that is known, have a part of one.
