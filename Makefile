@@ -45,6 +45,7 @@ check: lint format-check types imports test  ## Lint, format, types, import rule
 
 lint: $(READY)
 	$(PY) -m ruff check $(SOURCES)
+	$(PY) scripts/lint_names.py
 
 format-check: $(READY)
 	$(PY) -m ruff format --check $(SOURCES)

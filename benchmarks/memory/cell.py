@@ -70,7 +70,7 @@ class MemoryCell:
         layers = layer_policies(memory, model.num_layers)
         if any(layer.kind == "none" for layer in layers):
             return None
-        return round(sum(x * layer.keeps_input + results * shares[layer.kind] for layer in layers))
+        return round(sum(x * layer.saves_input + results * shares[layer.kind] for layer in layers))
 
 
 def read_memory(point: str) -> MemoryConfig:

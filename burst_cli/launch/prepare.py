@@ -114,8 +114,8 @@ def _check_continuation(config: RunConfig) -> None:
 
 def with_run(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
     """`plan` with what its ranks read: what was asked for, what that was resolved to, what was predicted."""
-    asked, run = _with_own_rates(plan.config), memory.run
-    run = replace(run, config=_with_own_rates(run.config), requested=config_fingerprint(asked))
+    asked, run = _with_local_rates(plan.config), memory.run
+    run = replace(run, config=_with_local_rates(run.config), requested=config_fingerprint(asked))
     return with_files(
         replace(plan, config=asked),
         (CONFIG_FILE, dump_config(asked)),
@@ -124,7 +124,7 @@ def with_run(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
     )
 
 
-def _with_own_rates(config: RunConfig) -> RunConfig:
+def _with_local_rates(config: RunConfig) -> RunConfig:
     """`config` with the figures of a measured profile in the place of its file, which is on this machine alone."""
     given = config.cluster.machine
     if not given.name.endswith(".json"):

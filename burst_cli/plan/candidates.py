@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from burst_cli.plan.decisions import circulation_words
+from burst_cli.plan.decisions import moving_operand_words
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, without_search
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, PresetName, RunConfig
@@ -88,10 +88,10 @@ class Plan:
         return preview_attention(self.config, self.run.method, self.group, self.machine)
 
     @property
-    def circulation(self) -> str:
+    def moving_operand(self) -> str:
         """What circulates in backward and why, in words."""
         decision = self.run.decision("attention.backward_circulates")
-        return circulation_words(decision, self.config, self.run.method)
+        return moving_operand_words(decision, self.config, self.run.method)
 
     def run_to_dict(self, price: float | None) -> dict[str, Any]:
         """All steps of the run; `price`: of a device hour."""
@@ -114,7 +114,7 @@ class Plan:
             "cp_size": self.group.size,
             "topology": {"nodes": self.group.nodes, "local_ranks": self.group.local_ranks},
             "planned_ranks": list(preview.planned_ranks),
-            "attention": {**preview.to_dict(), "reason": self.circulation},
+            "attention": {**preview.to_dict(), "reason": self.moving_operand},
             "candidates": [method.to_dict() for method in self.ranking],
             "presets": [asdict(one) for one in self.presets],
             "memory": self.memory.to_dict() if self.memory else None,

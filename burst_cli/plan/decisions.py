@@ -35,7 +35,7 @@ def memory_words(decision: Decision, capacity: Capacity | None) -> str:
     )
 
 
-def circulation_words(decision: Decision, config: RunConfig, method: AttentionMethod) -> str:
+def moving_operand_words(decision: Decision, config: RunConfig, method: AttentionMethod) -> str:
     """What circulates in backward and why, with the bytes that decide where links do."""
     model, train = local_heads(config.model, config.parallel.tp_size), config.train
     wire = BYTES_OF[config.attention.gradient_wire_dtype or "float32"]

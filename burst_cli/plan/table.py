@@ -137,7 +137,7 @@ def _headings(plan: Plan) -> Iterator[Text]:
     where += f", {groups} such groups" if groups > 1 else ""
     yield _fact("sequence", f"{train.seq_len:,} tokens on {where}{_as_measured(plan)}; {train.compute_dtype}")
     yield _fact("method", f"layout {method.layout}, {_degrees(method)} (heads x inner ring x outer ring)")
-    yield _fact("backward", f"{method.backward_circulates} circulates; {plan.circulation}")
+    yield _fact("backward", f"{method.backward_circulates} circulates; {plan.moving_operand}")
     yield Text()
 
 

@@ -1,20 +1,21 @@
-"""Layers that keep for backward what their policy says and compute the rest again, all rows at once or tile by tile.
+"""Activation checkpointing: layers save what their policy names and recompute the rest, whole or tile by tile.
 
-A transformer layer is row by row but for attention, so its backward pass is a chain of four parts, each of which asks
-for little:
+Every part of a transformer layer but attention works row by row, so its backward pass is a chain of steps that each
+need few tensors:
 
-    x -> project -> q, k, v        again, if they were not kept
-    q, k, v -> attention           again for those rows only whose (out, lse) were not kept (memory policies)
-    x, out -> finish               again with a graph, without its last product; dy -> dx, dout
+    x -> project -> q, k, v        recomputed unless saved
+    q, k, v -> attention           recomputed for the rows only whose (out, lse) were not saved (memory policies)
+    x, out -> finish               recomputed with a graph, without its last matmul; dy -> dx, dout
     dout -> attention backward     dq, dk, dv
-    x -> project                   for its gradients only, no product at all; dq, dk, dv -> dx
+    x -> project                   a graph for the gradients only, no matmul at all; dq, dk, dv -> dx
 
-With tiles the parts but attention run on a few rows at a time, so that no tensor of rows x ffn exists. What is kept
-goes through a store, to device or host memory; when the attention plan itself keeps its chunks in host memory, the
-layer's inputs and results lie there as well. No tile needs a message, so ranks may have different numbers of tiles.
+With tiles every step but attention runs on a few rows at a time, so no tensor of [rows, ffn_hidden_size] exists. Saved
+tensors go through a store, to device or host memory. When the attention plan itself has its chunks in host memory, the
+layer's inputs and results are there as well. Tiles need no communication, so ranks may have different numbers of them.
 
-All state lives in the autograd context: evaluation, several micro-batches in flight and exceptions leave none behind.
-Sources: Chen et al. 2016; Gu et al. 2024 and Sun et al. 2025 (engine.planning.checkpoint_policy); Yao et al. 2024
+All state is in the autograd context: evaluation, several micro-batches in flight and exceptions leave none behind.
+
+References: Chen et al. 2016; Gu et al. 2024 and Sun et al. 2025 (engine.planning.checkpoint_policy); Yao et al. 2024
 (FPDT) and Bekman et al. 2025 (ALST: tiled MLP).
 """
 
@@ -39,17 +40,21 @@ from engine.model.llama import AttentionFn, LlamaModel, TransformerBlock
 
 
 def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> None:
-    """Makes every layer run in its execution, in place.
+    """Replace the forward of every layer by one that follows its `LayerExecution`, in place.
 
-    Layers must then be given attention with a `runtime` (`engine.attention.runtime.PlannedAttention`), but for those
-    that keep everything and are not tiled.
+    Layers with a policy other than `none`, or with tiles, must then be called with attention that has a `runtime`
+    (`engine.attention.runtime.PlannedAttention`).
+
+    Args:
+        model: Before FSDP2 wraps its layers.
+        executions: One per layer, in order.
     """
     model.activation_store = executions[0].store
     for layer, execution in zip(model.layers, executions, strict=True):
         assert isinstance(layer, TransformerBlock)
         run = run_of(layer, execution)
         if run is not None:
-            # On the instance, inside FSDP's hooks: weights are gathered before forward and before backward.
+            # Set on the instance: FSDP's hooks wrap the call, so weights are gathered before forward and backward.
             layer.forward = run  # type: ignore[method-assign]
     for layer, before, execution in zip(model.layers[1:], executions, executions[1:], strict=False):
         if isinstance(before.store, HostStore) and execution.store is not before.store:
@@ -57,13 +62,18 @@ def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> N
 
 
 def _wait_pending(store: HostStore[Any], *_: Any) -> None:
-    """After the first layer that keeps on the device: copies of those before had its time, and need no memory more."""
+    """Forward hook of the first layer that saves on the device: release the sources of the copies to the host.
+
+    The copies of the layers before had the time of this layer to complete. Without it their device memory would be held
+    until backward, since no later `save` waits for them.
+    """
     store.wait_pending()
 
 
 def run_of(layer: TransformerBlock, execution: LayerExecution) -> Callable[..., Tensor] | None:
-    """What replaces the layer's forward; None: nothing does."""
+    """Return the function that replaces the layer's forward, or None to leave it to autograd."""
     if execution.policy.kind != "none" or execution.tile_tokens is not None:
+        # torch.compile cannot trace the messages of attention; it compiles the layer's two halves by themselves.
         return torch.compiler.disable(functools.partial(_run_layer, layer, execution))  # type: ignore[no-untyped-call, no-any-return]
     if isinstance(execution.store, HostStore):
         return functools.partial(_run_offloaded, layer, layer.forward, execution.store)
@@ -80,8 +90,9 @@ def _run_offloaded(
     attention: AttentionFn,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """TransformerBlock.forward, of which autograd keeps everything, in the store."""
-    shared = [*layer.parameters(), cos, sin, *([] if dropout is None else [dropout.keys])]  # which every layer uses
+    """Run TransformerBlock.forward; all that autograd saves goes to the store."""
+    # Tensors that every layer uses stay where they are: offloading would copy them once per layer and free nothing.
+    shared = [*layer.parameters(), cos, sin, *([] if dropout is None else [dropout.keys])]
     with offloaded(store, leave=shared) if torch.is_grad_enabled() else contextlib.nullcontext():
         return forward(hidden, cos, sin, attention, dropout)
 
@@ -95,7 +106,7 @@ def _run_layer(
     attention: Any,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """TransformerBlock.forward in a execution."""
+    """Run TransformerBlock.forward as `execution` says, by a custom autograd function."""
     function = attention if isinstance(attention, PlannedAttention) else PlannedAttention(attention.runtime)
     call = LayerCall(layer, execution, cos, sin, function.runtime, hidden.device, dropout)
     group = _group_of(call, function.forward_pass) if torch.is_grad_enabled() else None
@@ -104,90 +115,100 @@ def _run_layer(
     return out
 
 
-class _Link:
-    """What one call of a layer left behind: the call, and what was kept of it."""
+class _CallRecord:
+    """One call of a layer in the forward pass, with the tensors that it saved."""
 
     def __init__(self, call: LayerCall, tensors: dict[str, Tensor]) -> None:
-        # What plans leave in host memory lies where it belongs.
+        # Results of a plan on host memory are there already: a HostStore would copy them a second time.
         store = DeviceStore() if call.runtime.on_host else call.execution.store
         self.call, self._names = call, tuple(tensors)
-        self.kept: SavedTensors = store.save(list(tensors.values()))
+        self.saved: SavedTensors = store.save(list(tensors.values()))
 
     def fetch(self) -> dict[str, Tensor]:
-        """What was kept, by name."""
-        return dict(zip(self._names, self.kept.fetch(), strict=True))
+        """Return the saved tensors by name."""
+        return dict(zip(self._names, self.saved.fetch(), strict=True))
 
 
 class _Group:
-    """Layers of one forward pass that share the input of the first of them; the other inputs follow by linear work."""
+    """Layers of one forward pass of which only the first saves its input (policy attn_out_every).
+
+    The inputs of the others are recomputed from it: with attention's out saved, one layer's output is only `finish`.
+    """
 
     def __init__(self) -> None:
-        self.links: list[_Link] = []
-        self._inputs: dict[int, Tensor] = {}
+        self.records: list[_CallRecord] = []
+        self._inputs: dict[int, Tensor] = {}  # recomputed and not used yet, by index of the layer in the group
 
-    def input_of(self, place: int, kept: dict[str, Tensor]) -> Tensor:
-        """Input of the layer at `place`, of which so much was kept; the first that asks makes all before it, too."""
-        if "hidden" in kept:
-            return kept["hidden"]
-        if place not in self._inputs:
-            self._walk(place)
-        return self._inputs.pop(place)
+    def input_of(self, index: int, saved: dict[str, Tensor]) -> Tensor:
+        """Return the input [B, T, d] of layer `index` of the group, of which `saved` was fetched.
 
-    def _walk(self, last: int) -> None:
-        hidden = self.links[0].fetch()["hidden"]
-        for place, link in enumerate(self.links[:last]):
-            with _gathered(link.call.layer, stays=place == last - 1):  # whose backward is next
-                hidden = link.call.finish(hidden, link.call.own_out(hidden, link.fetch()))
-            self._inputs[place + 1] = hidden
+        Backward reaches the last layer of the group first. That call recomputes the inputs of all layers up to it.
+        """
+        if "hidden" in saved:
+            return saved["hidden"]
+        if index not in self._inputs:
+            self._recompute_inputs(index)
+        return self._inputs.pop(index)
+
+    def _recompute_inputs(self, last: int) -> None:
+        hidden = self.records[0].fetch()["hidden"]
+        for index, record in enumerate(self.records[:last]):
+            # The weights of the last layer stay gathered: its own backward pass comes soon and needs them.
+            with _gathered(record.call.layer, keep=index == last - 1):
+                hidden = record.call.finish(hidden, record.call.local_out(hidden, record.fetch()))
+            self._inputs[index + 1] = hidden
 
 
 def _group_of(call: LayerCall, forward_pass: ForwardPass) -> _Group:
-    """The group of a layer in this forward pass; the layer that keeps its input begins one."""
-    place = call.execution.policy.place
-    if place == 0:
+    """Return the group of a layer in this forward pass; a layer that saves its input starts a new one."""
+    index = call.execution.policy.index
+    if index == 0:
         forward_pass.group = _Group()
     group = forward_pass.group
-    if not isinstance(group, _Group) or len(group.links) != place:
+    if not isinstance(group, _Group) or len(group.records) != index:
         raise RuntimeError(
-            f"attn_out_every: layer {place} of a group ran, but not those before it in the same forward pass; call "
+            f"attn_out_every: layer {index} of a group ran, but not those before it in the same forward pass; call "
             "the layers in order, with the functions of one SequenceContext.functions()"
         )
     return group
 
 
 @contextlib.contextmanager
-def _gathered(layer: TransformerBlock, *, stays: bool) -> Iterator[None]:
-    """The layer's whole weights, outside of its own forward and backward; all ranks of its FSDP group must call."""
+def _gathered(layer: TransformerBlock, *, keep: bool) -> Iterator[None]:
+    """Gather the layer's weights outside of its own forward and backward; `keep` leaves them gathered afterwards.
+
+    Collective over the FSDP group.
+    """
     if not isinstance(layer, FSDPModule):
         yield
         return
     layer.unshard()
     yield
-    if not stays:
+    if not keep:
         layer.reshard()
 
 
 class _LayerFunction(torch.autograd.Function):
-    """One layer. Parameters are inputs, so that their gradients take autograd's own way."""
+    """One layer. Parameters are inputs, so that autograd accumulates their gradients, where FSDP2 expects them."""
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, group: _Group | None, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        """[B, T, d]."""
-        q, k, v = call.project(hidden)
+        """Return the layer's output [B, T, d] for hidden [B, T, d]."""
+        q, k, v = call.project(hidden)  # [T, B*H, D], [T, B*K, D]
         out, saved = call.attend(q, k, v)
         if group is not None:  # a backward pass may follow
-            ctx.link = _Link(call, call.to_keep(hidden, out, saved))
-            ctx.group, ctx.place, ctx.kv_heads = group, len(group.links), k.shape[1]
-            group.links.append(ctx.link)
-        del q, k, v, saved  # what is not kept is freed before the MLP runs
+            ctx.record = _CallRecord(call, call.tensors_to_save(hidden, out, saved))
+            ctx.group, ctx.index, ctx.kv_heads = group, len(group.records), k.shape[1]
+            group.records.append(ctx.record)
+        del q, k, v, saved  # free what is not saved before the MLP allocates
         return call.finish(hidden, out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden and of the parameters."""
-        kept = ctx.link.fetch()
-        hidden = ctx.group.input_of(ctx.place, kept)
-        dx, of_parameters = ctx.link.call.backpropagate(hidden, kept, dy, ctx.kv_heads)
-        ctx.link.kept.release()
+        """Return the gradients of hidden and of the parameters for dy [B, T, d]."""
+        saved = ctx.record.fetch()
+        hidden = ctx.group.input_of(ctx.index, saved)
+        dx, of_parameters = ctx.record.call.backpropagate(hidden, saved, dy, ctx.kv_heads)
+        ctx.record.saved.release()
         return None, None, dx, *of_parameters

@@ -1,4 +1,8 @@
-"""One call of a layer: what runs in its forward pass, what is kept of it, and the four parts of its backward pass."""
+"""One call of a layer: its forward pass, the tensors it saves, and the parts of its backward pass.
+
+Shapes: B sequences of T local rows; H query heads and K kv heads of size D. The layer works on [B, T, ...]; attention
+plans work on [T, B*H, D], sequences folded into the heads, so that a slice of rows is contiguous.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,14 @@ from engine.planning.checkpoint_policy import LayerPolicy
 
 @dataclass(frozen=True)
 class LayerExecution:
-    """How one layer runs: what it keeps, where, and in tiles of how many rows (None: all at once).
+    """How one layer runs.
 
-    projects_once   backward keeps the graph of q, k and v, and with it the normed input, where making it anew costs
-                    messages (tensor parallelism); needs tile_tokens None
+    Attributes:
+        policy: What the layer saves for backward.
+        store: Where it saves it.
+        tile_tokens: Rows per tile; None runs all rows together.
+        projects_once: Backward runs `project` once, with values, and reuses its graph for the gradients. Under tensor
+            parallelism a second run would gather the rows again. Needs tile_tokens None.
     """
 
     policy: LayerPolicy
@@ -34,7 +42,13 @@ class LayerExecution:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer; holds no results."""
+    """One call of a layer with its arguments; holds no results.
+
+    Attributes:
+        cos, sin: Rotary tables of the local rows, [T, D / 2].
+        runtime: Plans and kernel of its attention.
+        device: Where the layer computes; its input may be in host memory.
+    """
 
     layer: TransformerBlock
     execution: LayerExecution
@@ -45,35 +59,35 @@ class LayerCall:
     dropout: Dropout | None = None
 
     def tiles(self, hidden: Tensor) -> Iterator[slice]:
-        """Row ranges of hidden [B, T, d]; one that leaves the rows as they are, without tiles."""
+        """Yield the ranges of rows of hidden [B, T, d] to work on; a single slice(None) without tiles."""
         if self.execution.tile_tokens is None:
-            return iter([slice(None)])
+            return iter([slice(None)])  # indexing with it is a view, so untiled layers copy nothing
         return spans(hidden.shape[1], self.execution.tile_tokens)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
-        """(out [T, B*H, D], what backward needs)."""
+        """Run attention; return out [T, B*H, D] and what its backward pass needs. Collective over the cp group."""
         execution = self.runtime.forward_execution(q, k, v, self.device)
         execution.run()
         return self.runtime.collect(execution, q, k, v)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, B*H, D], k and v [T, B*K, D], where the attention plan wants them."""
+        """Return q [T, B*H, D], k and v [T, B*K, D] of hidden [B, T, d], on host or device as the plan expects."""
         stores: list[Tensor] = []
         for rows in self.tiles(hidden):
             parts = self.layer.project(hidden_rows(hidden, rows, self.device), self.cos[rows], self.sin[rows])
             if self.execution.tile_tokens is None and not self.runtime.on_host:
-                q, k, v = (fold(part).contiguous() for part in parts)
+                q, k, v = (fold(part).contiguous() for part in parts)  # [B, T, H, D] -> [T, B*H, D]
                 return q, k, v
             stores = stores or [self._store(part, hidden.shape[1]) for part in parts]
             for store, part in zip(stores, parts, strict=True):
-                store[rows].copy_(part.transpose(0, 1), non_blocking=True)
-        q, k, v = (store.flatten(1, 2) for store in stores)
+                store[rows].copy_(part.transpose(0, 1), non_blocking=True)  # [B, n, H, D] -> [n, B, H, D]
+        q, k, v = (store.flatten(1, 2) for store in stores)  # [T, B, H, D] -> [T, B*H, D], a view
         return q, k, v
 
     def finish(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """The layer's output [B, T, d] of hidden [B, T, d] and attention's out."""
+        """Return the layer's output [B, T, d] for its input hidden [B, T, d] and attention's out [T, B*H, D]."""
         if self.execution.tile_tokens is None and hidden.device == out.device:
             return self.layer.finish(hidden, unfold(out, hidden.shape[0]), dropout=self.dropout)
         result = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
@@ -83,65 +97,83 @@ class LayerCall:
             result[:, rows] = self.layer.finish(hidden_part, out_rows, dropout=self._dropout_of(rows))
         return result
 
-    def to_keep(self, hidden: Tensor, out: Tensor, saved: SavedAttention) -> dict[str, Tensor]:
-        """What the policy keeps, by name."""
+    def tensors_to_save(self, hidden: Tensor, out: Tensor, saved: SavedAttention) -> dict[str, Tensor]:
+        """Return the tensors that the policy saves, by name: hidden, q, k, v, out, lse, local_out or some of them."""
         policy = self.execution.policy
-        kept = {"hidden": self.runtime.stored(hidden.detach())} if policy.keeps_input else {}
+        tensors = {"hidden": self.runtime.stored(hidden.detach())} if policy.saves_input else {}
         if policy.kind == "none":
-            kept |= {name: getattr(saved, name) for name in ("q", "k", "v", "out", "lse")}
-            return kept if out is saved.out else kept | {"own_out": out}
+            tensors |= {name: getattr(saved, name) for name in ("q", "k", "v", "out", "lse")}
+            # After a head exchange `saved.out` is that of other rows and heads; `finish` needs that of the local rows.
+            return tensors if out is saved.out else tensors | {"local_out": out}
         if policy.kind != "full":
             results = self.runtime.kept_of(saved)
-            kept |= {"out": results.out, "lse": results.lse}
-        return kept
+            tensors |= {"out": results.out, "lse": results.lse}
+        return tensors
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def attended(
-        self, hidden: Tensor, kept: dict[str, Tensor], projected: Sequence[Tensor] | None = None
+        self, hidden: Tensor, tensors: dict[str, Tensor], projected: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, SavedAttention]:
-        """What `attend` gave, from what was kept of it; `projected`: what the layer's `project` gives, if known."""
-        if "q" in kept:
-            saved = SavedAttention(*(kept[name] for name in ("q", "k", "v", "out", "lse")))
-            return kept.get("own_out", saved.out), saved
+        """Return the results of `attend`, recomputing what is not in `tensors`. Collective if attention is recomputed.
+
+        Args:
+            hidden: The layer's input, [B, T, d].
+            tensors: What `tensors_to_save` returned.
+            projected: q, k and v as the layer's `project` returns them, if known.
+        """
+        if "q" in tensors:
+            saved = SavedAttention(*(tensors[name] for name in ("q", "k", "v", "out", "lse")))
+            return tensors.get("local_out", saved.out), saved
         if projected is None:
             q, k, v = self.project(hidden)
         else:
             q, k, v = (fold(part.detach()).contiguous() for part in projected)
-        results = KeptResults(kept["out"], kept["lse"]) if "out" in kept else None
+        results = KeptResults(tensors["out"], tensors["lse"]) if "out" in tensors else None
         return self.runtime.attend_again((q, k, v), results, self.device)
 
-    def own_out(self, hidden: Tensor, kept: dict[str, Tensor]) -> Tensor:
-        """Attention's out of the own rows under a policy that keeps it all; after a head exchange it lies elsewhere."""
+    def local_out(self, hidden: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """Return attention's out [T, B*H, D] of the local rows, under a policy that saves all of it.
+
+        After a head exchange the saved out is that of other rows and heads, so the plan sends it back.
+        """
         exchanged = self.runtime.recompute is not None and "out" in self.runtime.recompute.arguments
-        return self.attended(hidden, kept)[0] if exchanged else kept["out"]
+        return self.attended(hidden, tensors)[0] if exchanged else tensors["out"]
 
     def backpropagate(
-        self, hidden: Tensor, kept: dict[str, Tensor], dy: Tensor, kv_heads: int
+        self, hidden: Tensor, tensors: dict[str, Tensor], dy: Tensor, kv_heads: int
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of the input and of the parameters that are trained, given that of the output [B, T, d].
+        """Return the gradients of the layer's input, [B, T, d], and of its trained parameters. Collective.
 
-        kv_heads: those of k [T, kv_heads, D].
+        Args:
+            hidden: The layer's input, [B, T, d].
+            tensors: What `tensors_to_save` returned.
+            dy: Gradient of the layer's output, [B, T, d].
+            kv_heads: Folded kv heads, B*K.
         """
         sums = _ParameterSums([parameter for parameter in self.layer.parameters() if parameter.requires_grad])
         graph = self._graph_of_project(hidden, slice(None)) if self.execution.projects_once else None
-        attended = self.attended(hidden, kept, graph[1] if graph else None)
+        attended = self.attended(hidden, tensors, graph[1] if graph else None)
         dx, execution = self._through_finish(hidden, attended, dy, sums, kv_heads)
-        del attended  # attention's backward pass needs less than all that was made again
+        del attended  # attention's backward pass needs less than all that was recomputed
         execution.run()
-        found = {**execution.argument("dq"), **execution.argument("dkv")}
+        # dq [T, B*H, D], dk and dv [T, B*K, D]
+        attention_gradients = {**execution.argument("dq"), **execution.argument("dkv")}
         for rows in self.tiles(hidden):
+            # values=False: the gradients of a matmul do not need its result, so none runs here.
             x_rows, projected = graph or self._graph_of_project(hidden, rows, values=False)
-            parts = (fetched(found[name][rows], self.device).to(hidden.dtype) for name in ("dq", "dk", "dv"))
-            flowing = [unfold(part, hidden.shape[0]) for part in parts]
-            (dx_rows,) = sums.add(projected, flowing, [x_rows])
+            parts = (
+                fetched(attention_gradients[name][rows], self.device).to(hidden.dtype) for name in ("dq", "dk", "dv")
+            )
+            gradients = [unfold(part, hidden.shape[0]) for part in parts]
+            (dx_rows,) = sums.add(projected, gradients, [x_rows])
             dx[:, rows].add_(dx_rows)
         return dx, sums.of_parameters()
 
     def _graph_of_project(
         self, hidden: Tensor, rows: slice, *, values: bool = True
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(input, q, k and v) of some rows with the graph between them."""
+        """Return the input of some rows as a leaf, and q, k and v computed from it with their graph."""
         x = leaf(hidden_rows(hidden, rows, self.device))
         with torch.enable_grad():
             return x, self.layer.project(x, self.cos[rows], self.sin[rows], values=values)
@@ -154,7 +186,10 @@ class LayerCall:
         sums: _ParameterSums,
         kv_heads: int,
     ) -> tuple[Tensor, Execution]:
-        """(gradient of the input so far, attention's backward pass, ready to run) by way of all that follows it."""
+        """Backpropagate through `finish`: return the input's gradient so far and attention's backward, ready to run.
+
+        The gradient, [B, T, d], lacks the part that flows through q, k and v.
+        """
         out, saved = attended
         dx: Tensor | None = None
         dout, stats = self.runtime.empty(out.shape, out.dtype, dy.device), None
@@ -166,7 +201,7 @@ class LayerCall:
             with torch.enable_grad():
                 y_rows = self.layer.finish(x_rows, out_rows, values=False, dropout=self._dropout_of(rows))
             dx_rows, dout_rows = sums.add([y_rows], [dy[:, rows]], [x_rows, out_rows])
-            del y_rows
+            del y_rows  # with it the graph of this tile, before the next one is built
             if rows == slice(None):
                 dx = dx_rows
             else:
@@ -184,59 +219,63 @@ class LayerCall:
         return None if self.dropout is None else self.dropout.of(rows)
 
     def _store(self, part: Tensor, tokens: int) -> Tensor:
-        """Memory [T, B, heads, D] for what `part` [B, n, heads, D] is a tile of."""
+        """Allocate [T, B, heads, D] for the whole of which `part` [B, n, heads, D] is a tile."""
         batch, _, heads, head_dim = part.shape
         return self.runtime.empty((tokens, batch, heads, head_dim), part.dtype, part.device)
 
 
 class _ParameterSums:
-    """Sums over tiles of the gradients of parameters, in fp32 (float64 for float64)."""
+    """Sums the gradients of parameters over tiles, in fp32 (float64 for float64)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
 
-    def add(self, outputs: Sequence[Tensor], flowing: Sequence[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Gradients of `inputs`, given those of `outputs`; the parameters' are added up."""
-        found = torch.autograd.grad(outputs, [*inputs, *self._parameters], flowing, allow_unused=True)
-        of_parameters: Sequence[Tensor | None] = found[len(inputs) :]
+    def add(self, outputs: Sequence[Tensor], douts: Sequence[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients of `inputs` for the gradients `douts` of `outputs`; add those of the parameters up."""
+        gradients = torch.autograd.grad(outputs, [*inputs, *self._parameters], douts, allow_unused=True)
+        of_parameters: Sequence[Tensor | None] = gradients[len(inputs) :]
         for index, gradient in enumerate(of_parameters):
             total = self._sums[index]
-            if gradient is None or total is None:  # None: of the layer's other half
+            if gradient is None or total is None:  # None: a parameter of the layer's other half
                 self._sums[index] = total if gradient is None else gradient
-            else:  # the only tile's gradient is never widened
+            else:  # cast to fp32 at the second tile only: without tiles nothing is cast
                 self._sums[index] = total.to(accumulate_dtype(gradient.dtype)).add_(gradient)
-        return found[: len(inputs)]
+        return gradients[: len(inputs)]
 
     def of_parameters(self) -> list[Tensor | None]:
-        """The sums in the parameters' dtypes."""
+        """Return the sums in the dtypes of the parameters; None where no gradient reached one."""
         pairs = zip(self._sums, self._parameters, strict=True)
         return [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
 
 
 def fetched(x: Tensor, device: torch.device) -> Tensor:
-    """x, contiguous, on `device`. A cast or a gap would be the host's work, ahead of copies to x still in flight."""
+    """Return x, which must be contiguous, on `device` without waiting.
+
+    A cast or a strided copy would run on the host, and read x before the copies to it that are in flight.
+    """
     assert x.is_contiguous() or x.device == device
     return x.to(device, non_blocking=True)
 
 
 def hidden_rows(hidden: Tensor, rows: slice, device: torch.device) -> Tensor:
-    """Rows of [B, T, d] on `device`."""
+    """Return rows of hidden, [B, n, d] on `device`."""
     if hidden.device == device:
         return hidden[:, rows]
+    # Per sequence: rows of a batch are strided, and `fetched` copies contiguous memory only.
     return torch.stack([fetched(sequence[rows], device) for sequence in hidden])
 
 
 def leaf(x: Tensor) -> Tensor:
-    """x, to differentiate with respect to."""
+    """Return x detached as a leaf that requires a gradient."""
     return x.detach().requires_grad_()
 
 
 def fold(x: Tensor) -> Tensor:
-    """[n, B*heads, D] from [B, n, heads, D]."""
+    """[B, n, heads, D] -> [n, B*heads, D]."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
 def unfold(x: Tensor, batch: int) -> Tensor:
-    """[B, n, heads, D] from [n, B*heads, D]."""
+    """[n, B*heads, D] -> [B, n, heads, D], a view."""
     return x.view(x.shape[0], batch, -1, x.shape[2]).transpose(0, 1)

@@ -1,23 +1,23 @@
-"""Where layers keep what backward needs: in device memory, or in host memory, copied there and back beside compute.
+"""Stores for activations: in device memory, or in host memory with copies that overlap computation.
 
     compute stream   layer n |R|                    layer n+1 ...       |wait S of n-1, its device memory is free| ...
     d2h stream               '-> |wait R| copy n |S|
     compute stream   backward of n: |A|           |wait L of n| layer n ...   (the load of n-1 has begun)
     h2d stream                      '-> |wait A| load n-1 |L|
 
-Streams are ordered by events and the host never waits, as for the transfers of plans (`engine.attention.streams`):
+Streams are ordered by events; the host never waits, as for the transfers of plans (`engine.attention.streams`):
 
-- A copy to the host starts after what compute was given so far. Its source stays referenced here until the compute
-  stream has been told to wait for the copy, so its memory, which goes back to that stream, is written only afterwards.
-  At most `copies_in_flight` entries are so; beyond that the compute stream waits for the oldest. An entry whose source
-  is still there is not loaded at all.
-- A load starts after what compute was given so far, which includes waiting for the copy to the host; and its memory may
-  be that of a tensor which compute had still to read. Compute waits for every load: if it is used before that, else
-  before it is freed.
-- So a buffer may be used again at once: the next copy into it starts after all that compute has waited for.
+- A copy to the host starts after the work queued on the compute stream so far. Its source tensor is referenced here
+  until the compute stream waits for the copy. Only then does the allocator get the memory back, so nothing queued
+  earlier can overwrite it. At most `copies_in_flight` entries hold their source; beyond that the compute stream waits
+  for the oldest. An entry whose source is still on the device is not loaded at all.
+- A load starts after the work queued on the compute stream so far, because its target may be memory of a tensor that
+  this work still reads. That work includes the wait for the copy to the host. The compute stream waits for every load:
+  before its first use, or before it is freed unused.
+- So a host buffer may be reused immediately: the next copy into it starts after all copies compute has waited for.
 
-Entries that are dropped without a backward pass (an evaluation with gradients, an exception) are taken back at the
-store's next call. Nothing here belongs to a step or a layer, so any number of forward passes may be in flight.
+Entries dropped without a backward pass (an evaluation with gradients, an exception) are reclaimed at the store's next
+call. No state belongs to a step or a layer, so any number of forward passes may be in flight.
 """
 
 from __future__ import annotations
@@ -39,45 +39,48 @@ from engine.device.row_blocks import is_fake_accelerator
 from engine.planning.program.ops import Channel
 
 Event = TypeVar("Event")
-COPIES_IN_FLIGHT = 2  # the layer that compute is at, and the one before
+COPIES_IN_FLIGHT = 2  # entries: of the layer that computes, and of the one before
 
 
 class ReleasedError(RunError, RuntimeError):
-    """What was kept for backward is asked for after backward released it."""
+    """Saved tensors were fetched after backward had released them."""
 
     def __init__(self) -> None:
         super().__init__(
-            "what a layer kept for its backward pass is gone: backward ran a second time through the same forward "
-            "pass, but expected was one time. Run the forward pass again, or add up the losses and run backward once."
+            "a layer's saved tensors were released: backward ran a second time through the same forward pass, "
+            "expected one time. Run the forward pass again, or add up the losses and run backward once."
         )
 
 
 class SavedTensors(Protocol):
-    """Some tensors in a store. Dropping it without `release` is fine."""
+    """Tensors in a store. Memory is reclaimed as well if it is dropped without `release`."""
 
     def fetch(self) -> tuple[Tensor, ...]:
-        """The tensors, contiguous, on the compute device, ready for its current stream; ReleasedError after `release`.
+        """Return the tensors, contiguous, on the compute device and ready for its current stream.
 
-        May be called again, and then may give the same memory: the tensors must not be written.
+        A second call may return the same memory, so the tensors must not be written.
+
+        Raises:
+            ReleasedError: `release` was called.
         """
 
     def release(self) -> None:
-        """Frees what was kept."""
+        """Free the saved tensors."""
 
 
 class ActivationStore(Protocol):
-    """A place for what backward needs."""
+    """Holds tensors from the forward pass until backward."""
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """Keeps the values of `tensors`, which must not be written afterwards; of views only the part they show."""
+        """Save `tensors`, which must not be written afterwards; of a view only its own elements."""
 
 
 class DeviceStore:
-    """ActivationStore that leaves tensors where they are."""
+    """ActivationStore that leaves tensors in device memory."""
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """See ActivationStore."""
-        return _OnDevice(tuple(_own_memory(tensor) for tensor in tensors))
+        """See `ActivationStore`."""
+        return _OnDevice(tuple(_compact(tensor) for tensor in tensors))
 
 
 class _OnDevice:
@@ -93,8 +96,8 @@ class _OnDevice:
         self._tensors = None
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, contiguous, in a storage of no more than its size."""
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the tensor detached, contiguous, in a storage of its own size: a view would keep its base alive."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
@@ -102,7 +105,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 
 class _Load(NamedTuple, Generic[Event]):
-    """A copy back to the device: its targets, and the event of its end."""
+    """A copy back to the device: its targets, and the event of its completion."""
 
     tensors: tuple[Tensor, ...]
     done: Event
@@ -110,13 +113,17 @@ class _Load(NamedTuple, Generic[Event]):
 
 @dataclass(eq=False)
 class _Contents(Generic[Event]):
-    """What belongs to an entry of a HostStore; the store takes it back when the entry is gone.
+    """State of an entry of a HostStore; the store reclaims it when the entry is garbage.
 
-    shapes    shape and dtype of every tensor
-    sources   on the device, while the compute stream has not waited for `stored`, the copy to the host
-    before    what was kept before is fetched next, in backward's order
-    ahead     a load that nobody has fetched
-    fetched   what the last fetch gave, while somebody uses it
+    Attributes:
+        shapes: Shape and dtype of every tensor.
+        buffers: Host buffers of every tensor.
+        sources: Device tensors, until the compute stream has waited for `stored`.
+        stored: Completion of the copy to the host.
+        before: The entry saved before this one, which backward fetches next.
+        ahead: A load that was started early and not fetched yet.
+        fetched: Result of the last fetch, while it is still referenced elsewhere.
+        released: Whether the entry was released.
     """
 
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -130,14 +137,18 @@ class _Contents(Generic[Event]):
 
 
 class HostStore(Generic[Event]):
-    """ActivationStore in host memory, see the module's text. Use `host_store` to make one.
+    """ActivationStore in host memory; see the module's docstring. Built by `host_store`.
 
-    copies_in_flight   entries whose device memory may still be held by their copy to the host after `keep`
-    loads_ahead        entries that may be loaded before they are fetched: the one kept before the one being fetched
-    times              collects how long copies take and compute waits for them; None: bytes alone
+    Methods must run on the thread and stream that compute, one at a time. Call `wait_pending` before dropping a store
+    with loads in flight.
 
-    Its methods must run on the thread and stream that compute, one at a time. Whoever drops a store while loads may be
-    in flight calls `wait_pending` first.
+    Args:
+        device: Where the tensors are.
+        streams: Creates and orders copies.
+        pool: Host buffers.
+        copies_in_flight: Entries that may hold their device memory after `save`, until their copy is complete.
+        loads_ahead: Entries that may be loaded before they are fetched: the one saved before the one being fetched.
+        times: Records the duration of copies and how long compute waits for them; None: bytes alone.
     """
 
     def __init__(
@@ -156,23 +167,30 @@ class HostStore(Generic[Event]):
         self.pool = pool
         self._copies_in_flight = copies_in_flight
         self._loads_ahead = loads_ahead
-        self._flying: deque[_Contents[Event]] = deque()  # those with sources, oldest first
-        self._ahead: set[_Contents[Event]] = set()
-        self._dropped: deque[_Contents[Event]] = deque()  # of entries that are gone; filled by the garbage collector
+        self._flying: deque[_Contents[Event]] = deque()  # entries with sources, oldest first
+        self._ahead: set[_Contents[Event]] = set()  # entries with a load that was not fetched
+        self._dropped: deque[_Contents[Event]] = deque()  # of garbage entries; appended to by the garbage collector
         self._last: weakref.ref[_Contents[Event]] | None = None
 
     @property
     def in_use_bytes(self) -> int:
-        """Host memory of the entries that are kept."""
+        """Host memory of the entries that are alive, in bytes."""
         self._take_back_dropped()
         return self.pool.in_use_bytes
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """See ActivationStore; tensors on the store's device. HostMemoryError beyond the pool's limit."""
+        """Start copying `tensors` to the host and return without waiting; see `ActivationStore`.
+
+        Raises:
+            HostMemoryError: The pool's limit is exceeded.
+            ValueError: A tensor is not on the store's device.
+        """
         self._take_back_dropped()
         wrong = [tensor.device for tensor in tensors if tensor.device != self.device]
         if wrong:
-            raise ValueError(f"a store for {self.device} was given a tensor on {wrong[0]}; keep those in a DeviceStore")
+            raise ValueError(
+                f"HostStore.save: got a tensor on {wrong[0]}, expected {self.device}; save it in a DeviceStore"
+            )
         buffers = self.pool.take(*(tensor.numel() * tensor.element_size() for tensor in tensors))
         sources = tuple(tensor.detach().contiguous() for tensor in tensors)
         shapes = tuple((source.shape, source.dtype) for source in sources)
@@ -183,31 +201,35 @@ class HostStore(Generic[Event]):
         while len(self._flying) > self._copies_in_flight:
             self._wait_for_copy(self._flying[0])
         entry = _OnHost(self, contents)
-        # The entry may be part of a cycle that is collected at any time and on any thread: only note it then.
+        # The entry may be in a reference cycle that is collected at any time, on any thread, so the finalizer only
+        # appends to a deque (atomic) and reclaiming happens at the next call.
         weakref.finalize(entry, self._dropped.append, contents).atexit = False
         return entry
 
     def wait_pending(self) -> None:
-        """Makes the compute stream wait for all copies and loads that nobody waited for, and frees their memory."""
+        """Make the compute stream wait for all outstanding copies and loads, and free their memory."""
         self._take_back_dropped()
         for contents in tuple(self._flying):
             self._wait_for_copy(contents)
         for contents in tuple(self._ahead):
-            self._forget_load(contents)
+            self._end_load(contents)
 
     def fetch(self, contents: _Contents[Event]) -> tuple[Tensor, ...]:
-        """For entries: see SavedTensors. Begins the load of the entry before, unless `loads_ahead` others wait."""
+        """Return an entry's tensors (`SavedTensors.fetch`) and start loading the entry saved before it.
+
+        That load is skipped if `loads_ahead` others are pending.
+        """
         self._take_back_dropped()
         if contents.released:
             raise ReleasedError
-        again = tuple(tensor for tensor in (reference() for reference in contents.fetched) if tensor is not None)
-        if contents.sources:
+        alive = tuple(tensor for tensor in (reference() for reference in contents.fetched) if tensor is not None)
+        if contents.sources:  # the copy to the host is recent: its source is still on the device
             tensors = contents.sources
-        elif again and len(again) == len(contents.shapes):
-            tensors = again
+        elif alive and len(alive) == len(contents.shapes):  # fetched before and still in use
+            tensors = alive
         else:
             load = contents.ahead or self._load(contents)
-            self._forget_load(contents)
+            self._end_load(contents)
             self._wait(load.done)
             contents.fetched = tuple(weakref.ref(tensor) for tensor in load.tensors)
             tensors = load.tensors
@@ -218,7 +240,7 @@ class HostStore(Generic[Event]):
         return tensors
 
     def release(self, contents: _Contents[Event]) -> None:
-        """Frees device and host memory of an entry that nobody will fetch any more; nothing if that was done."""
+        """Free device and host memory of an entry. Idempotent."""
         self._take_back_dropped()
         self._take_back(contents)
 
@@ -228,7 +250,7 @@ class HostStore(Generic[Event]):
         return _Load(targets, self._copy(Channel.TO_DEVICE, pairs))
 
     def _copy(self, channel: Channel, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
-        """Copies from first to second, after what the compute stream has been given so far; the event of their end."""
+        """Queue copies (source, target) behind the work of the compute stream so far; return their completion event."""
         self._streams.hold(channel, self._streams.record(None))
         with self._streams.under(channel), self.times.transfer(channel, sum(source.nbytes for source, _ in pairs)):
             for source, target in pairs:
@@ -236,18 +258,21 @@ class HostStore(Generic[Event]):
         return self._streams.record(channel)
 
     def _wait(self, event: Event) -> None:
-        """The compute stream waits for a copy."""
+        """Make the compute stream wait for a copy."""
         with self.times.wait():
             self._streams.hold(None, event)
 
     def _wait_for_copy(self, contents: _Contents[Event]) -> None:
-        """The compute stream waits for the copy to the host; then the device memory may go."""
+        """Make the compute stream wait for the copy to the host, then drop its source."""
         self._wait(contents.stored)
         contents.sources = ()
         self._flying.remove(contents)
 
-    def _forget_load(self, contents: _Contents[Event]) -> None:
-        """A load ahead goes to whoever fetched it, or is freed, after which its memory is the compute stream's."""
+    def _end_load(self, contents: _Contents[Event]) -> None:
+        """End the tracking of an early load, which was fetched or is freed; compute waits for it first.
+
+        Freed memory goes back to the compute stream, so it must not be reused before the load has written it.
+        """
         if contents.ahead is not None:
             self._wait(contents.ahead.done)
             contents.ahead = None
@@ -261,7 +286,7 @@ class HostStore(Generic[Event]):
         contents.released = True
         if contents in self._flying:
             self._wait_for_copy(contents)
-        self._forget_load(contents)
+        self._end_load(contents)
         self.pool.give_back(contents.buffers)
         contents.buffers = ()
 
@@ -280,26 +305,29 @@ class _OnHost(Generic[Event]):
 
 
 def host_store(device: torch.device, limit_bytes: int | None = None) -> HostStore[Any]:
-    """A HostStore for tensors on `device`: pinned memory and streams of its own for a GPU.
+    """Build a HostStore for tensors on `device`; on a GPU with pinned memory and its own copy streams.
 
-    On a CPU it is a copy into other memory, done at once, and nothing is loaded ahead: there is nothing to overlap.
-    `limit_bytes`: of this rank.
+    On a CPU copies are synchronous and nothing is loaded early, since there is nothing to overlap.
+
+    Args:
+        device: Where the tensors are.
+        limit_bytes: Most host memory of this rank; None: no limit.
     """
     if device.type == "cuda":
         streams = CudaStreams(device)
         return HostStore(device, streams, HostPool(limit_bytes, pinned=True), times=TransferTimes(streams))
-    if is_fake_accelerator():  # buffers as large as pinned ones
+    if is_fake_accelerator():  # buffers are rounded up as pinned ones are
         return HostStore(device, NoStreams(), HostPool(limit_bytes, pinned=True))
     return HostStore(device, NoStreams(), HostPool(limit_bytes), copies_in_flight=0, loads_ahead=0)
 
 
 def _pairs(tensors: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """(bytes of a contiguous tensor, the part of a buffer that holds them), piece by piece."""
+    """Return pairs of bytes of a contiguous tensor and the part of a buffer that holds them, uint8."""
     pairs = []
-    for tensor, pieces in zip(tensors, buffers, strict=True):
+    for tensor, chunks in zip(tensors, buffers, strict=True):
         data, start = tensor.view(-1).view(torch.uint8), 0
-        for piece in pieces:
-            part = data[start : start + piece.numel()]
-            pairs.append((part, piece[: part.numel()]))
-            start += piece.numel()
+        for chunk in chunks:
+            part = data[start : start + chunk.numel()]
+            pairs.append((part, chunk[: part.numel()]))
+            start += chunk.numel()
     return pairs

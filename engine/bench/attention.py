@@ -41,7 +41,7 @@ class Contestant:
 
 
 def measure(cell: AttentionCell, device: torch.device) -> dict[str, Any]:
-    """All variants of the cell, in turn."""
+    """Measure all variants of the cell, one after another."""
     contestants, skipped = build_contestants(cell, device)
     for counts, contestant in turns(contestants, cell.rounds):
         call(contestant, device, counts=counts)
@@ -75,7 +75,7 @@ def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[C
 
 
 def global_inputs(shape: HeadShape, rows: int) -> list[Tensor]:
-    """q, k, v, dout of the whole sequence, [rows, heads, D]; equal on every rank."""
+    """Return q, k, v, dout of the whole sequence, [rows, heads, D], equal on every rank."""
     generator = torch.Generator().manual_seed(0)
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     dtype: torch.dtype = getattr(torch, shape.dtype)
@@ -132,7 +132,7 @@ def timed_pass(
 
 
 def result_row(contestant: Contestant, cell: AttentionCell) -> dict[str, Any]:
-    """The figures of one variant as plain values; collective, because it sums bytes over the ranks."""
+    """Return the figures of one variant as plain values; collective, since bytes are summed over ranks."""
     sent = torch.tensor(list(contestant.sent.values()), dtype=torch.int64)
     dist.all_reduce(sent)
     row: dict[str, Any] = {"variant": contestant.variant, "mask": cell.mask, "seq_len": cell.seq_len}

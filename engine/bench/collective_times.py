@@ -1,4 +1,4 @@
-"""Seconds of all-reduce and all-to-all over all ranks by size, then of messages between every pair of nodes."""
+"""Measures all-reduce and all-to-all over all ranks by size, then messages between every pair of nodes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WINDOW_S = 0.01
 
 
 def measure_collectives(config: RunConfig, run: RunFolder, status: RankStatus) -> None:
-    """Everything a rank does; that of rank 0 leaves what was found in summary.json."""
+    """Run one rank; rank 0 writes the results to summary.json."""
     placement = read_placement()
     with run_states(run, status, rank=placement.rank):
         status.phase = "start"
-        check_world(config.cluster, placement)  # of fewer ranks than were asked for a figure would be of something else
+        check_world(config.cluster, placement)  # with fewer ranks than requested the figures would be of something else
         if placement.world_size < 2:
             raise ConfigError("collectives need two ranks: name two nodes or more, or set cluster.ranks_per_node=2")
         device = choose_device(config.cluster, placement)
@@ -59,7 +59,7 @@ def sweep(device: torch.device, sizes: Sequence[int] = SIZES) -> list[dict[str, 
 
 
 def exchange_pairs(device: torch.device, per_node: int) -> list[dict[str, Any]]:
-    """Per pair of nodes what their slowest ranks send to each other, both ways at once; disjoint pairs run together.
+    """Per pair of nodes what their slowest ranks send to each other, in both directions; disjoint pairs run together.
 
     Every rank talks to the one in its place on the other node. Collective.
     """

@@ -1,4 +1,4 @@
-"""What a rank that measures does: it meets the others, takes turns, and leaves the slowest rank's times.
+"""Measures calls on all ranks: rendezvous, interleaved rounds, and the times of the slowest rank.
 
 And the facts without which a figure means nothing: machine, load, versions.
 """
@@ -44,12 +44,12 @@ class Timing:
 
 
 def summarise(seconds: Sequence[float]) -> Timing:
-    """The Timing of measured calls, at least one."""
+    """Return the Timing of at least one measured call."""
     return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def turns(items: Sequence[Item], rounds: Rounds) -> Iterator[tuple[bool, Item]]:
-    """(whether it counts, item) for every call; each round begins with another item, so none always comes first."""
+    """Yield (whether it counts, item) for every call; each round starts with another item."""
     for number in range(rounds.warmup + rounds.repeats):
         first = number % max(1, len(items))
         for item in (*items[first:], *items[:first]):
@@ -57,14 +57,14 @@ def turns(items: Sequence[Item], rounds: Rounds) -> Iterator[tuple[bool, Item]]:
 
 
 def slowest_rank(values: Sequence[float]) -> list[float]:
-    """The greatest of each value over all ranks; collective."""
+    """Return the maximum of each value over all ranks. Collective."""
     greatest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
     return [float(value) for value in greatest]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; nothing to do on a CPU."""
+    """Synchronize the device; no effect on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -81,11 +81,11 @@ class Stopwatch:
         return seconds > _LONG_WINDOWS * self.window_s
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of the slowest rank; collective."""
+        """Return the time of the slowest rank. Collective."""
         return max(self.by_rank(call))
 
     def by_rank(self, call: Callable[[], object]) -> list[float]:
-        """Of every rank; collective."""
+        """Return the times of all ranks. Collective."""
         self._window(call, 1)  # connections are made, and kernels chosen, at the first use
         once = self._window(call, 1)
         if self.is_long(max(once)):
@@ -171,7 +171,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """What torch and nvidia-smi say about the GPU, and versions of what the kernels come from."""
+    """Return what torch and nvidia-smi report about the GPU, and versions of the kernel libraries."""
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     # nvidia-smi's numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie.

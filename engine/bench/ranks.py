@@ -1,4 +1,4 @@
-"""Starting one process per rank, waiting for all of them, and leaving none behind. Standard library only."""
+"""Starts one process per rank and waits for all of them; kills the rest on an error. Standard library only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankProgram:
     command: tuple[str, ...] = ()
 
     def argv(self, rank: int, setup: RankSetup, folder: Path) -> list[str]:
-        """The whole command of one rank."""
+        """Return the command of one rank."""
         places = {"rank": rank, "node": rank // setup.local_ranks, "local_rank": rank % setup.local_ranks}
         try:
             prefix = [word.format(**places) for word in self.command]
@@ -77,7 +77,7 @@ def run_ranks(program: RankProgram, setup: RankSetup, folder: Path) -> None:
 
 
 def rank_environment(rank: int, setup: RankSetup) -> dict[str, str]:
-    """This process's environment with what a rank needs: its place, its threads and the code."""
+    """Return this process's environment with the variables of a rank: rank, threads and code."""
     return os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(setup.ranks),
@@ -91,7 +91,7 @@ def rank_environment(rank: int, setup: RankSetup) -> dict[str, str]:
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """Return the log file of a rank."""
     return folder / f"rank{rank:04d}.log"
 
 

@@ -1,4 +1,4 @@
-"""What is measured, as values: points of attention written as text, cells of one mask and one length.
+"""Specifications of measurements: variants of attention as text, cells of one mask and one length.
 
 Standard library and the configuration only: the command line makes these values, every rank reads them back from JSON.
 """
@@ -35,12 +35,12 @@ class RankSetup:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks of a node."""
+        """Ranks per node."""
         return self.ranks // self.nodes
 
     @property
     def cluster(self) -> ClusterConfig:
-        """What a configuration says of it."""
+        """Its part of a configuration."""
         return ClusterConfig(ranks_per_node=self.ranks, topology_nodes=self.nodes, backend=self.backend)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class AttentionCell:
-    """Variants of attention under one mask at one length, measured in turn by one group of ranks.
+    """Variants of attention under one mask at one length, measured one after another by one group of ranks.
 
     `variants` and `mask` are points, NAME[:FIELD=VALUE]...: a preset or a mask, and fields of the configuration group
     `attention`, as in burst:backward_circulates=q or window:window_tokens=1024.
@@ -179,11 +179,11 @@ def check_points(variants: Iterable[str], masks: Iterable[str]) -> None:
 
 
 def write_cell(cell: object, folder: Path) -> None:
-    """Write a cell, a dataclass with a `setup`, where the ranks look for it."""
+    """Write a cell, a dataclass with a `setup`, to the folder that the ranks read."""
     (folder / CELL_FILE).write_text(json.dumps(to_plain(cell)))
 
 
 def read_cell(cls: type[CellT], folder: Path) -> CellT:
-    """The cell that `write_cell` wrote."""
+    """Read the cell that `write_cell` wrote."""
     cell, _ = read_dataclass(cls, json.loads((folder / CELL_FILE).read_text()))
     return cell

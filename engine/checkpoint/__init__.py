@@ -1,1 +1,1 @@
-"""Checkpoints of the training state: committed by one rename, verified by hash, readable on any number of ranks."""
+"""Checkpoints of the training state: committed by a rename, verified by hash, readable on any number of ranks."""

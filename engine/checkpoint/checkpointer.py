@@ -1,8 +1,8 @@
-"""Saves and restores the training state of a run; every rank calls everything, in the same order.
+"""Saves and restores the training state of a run. Every method is collective over all ranks, in the same order.
 
-A save is: all ranks write their parts into a new folder, hash them and see them on the disk; rank 0 checks that the
-parts make up every tensor; then the folder is renamed. Where nodes share no disk, every disk gets its own folder with
-the same manifest, and a step counts when all of them have it.
+A save: all ranks write their parts into a new folder, sync and hash them; the parts are checked to cover every tensor;
+then the folder is renamed. If nodes do not share a disk, every disk gets its own folder with the same manifest, and a
+checkpoint is complete when all disks have it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.checkpoint.fetch import Disk, Fetch
-from engine.checkpoint.parts import HostCopies, file_name, held_parts, read_parts, share_out, write_parts
+from engine.checkpoint.parts import HostCopies, file_name, local_parts, read_parts, share_out, write_parts
 from engine.checkpoint.state import TrainingTensors
 from engine.config.settings import CheckpointConfig
 from engine.distributed.collectives import gather_objects
@@ -52,7 +52,14 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that is committed. stall_s: how long training stood still for it; seconds: until it was on the disk."""
+    """A committed save.
+
+    Attributes:
+        step: Optimizer step, from 1.
+        bytes: Size of its files.
+        stall_s: How long training was blocked.
+        seconds: Until it was committed.
+    """
 
     step: int
     bytes: int
@@ -62,7 +69,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be saved: tensors as they are now, and JSON values beside them."""
+    """The state to save: live tensors by name, and JSON values."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -73,8 +80,15 @@ Accept = Callable[[Manifest], None]
 
 
 class Checkpointer:
-    """The checkpoints under `root`. `facts` go into every manifest; `warn` is called with what users must see,
-    `advance` whenever a save or a restore makes progress."""
+    """The checkpoints in the folder `root`.
+
+    Args:
+        config: When to save and how many to retain.
+        root: Folder of the checkpoints of this run.
+        facts: Added to every manifest.
+        warn: Called with messages for the user.
+        advance: Called whenever a save or restore makes progress.
+    """
 
     def __init__(
         self,
@@ -86,7 +100,7 @@ class Checkpointer:
     ) -> None:
         self.config, self.root, self._facts, self._warn, self._advance = config, root, facts, warn, advance
         self._rank = dist.get_rank()
-        # Of its own: a save in the background must not meet the collectives of training.
+        # A separate group: collectives of a background save must not interleave with those of training.
         self._group = dist.new_group(backend="gloo")
         self._pool = ThreadPoolExecutor(1, "checkpoint") if config.in_background else None
         self._copies = HostCopies()
@@ -95,7 +109,7 @@ class Checkpointer:
         with self._agreeing(f"use {root}"):
             storage = storage_id(root)
         self._disk = self._find_disk(storage)
-        with self._agreeing(f"put {root} in order"):
+        with self._agreeing(f"recover {root}"):
             if self._disk.is_leader:
                 recover(root)
         self._last_save = time.monotonic()
@@ -103,19 +117,24 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether a save is to follow step `step` (from 1); the same on all ranks."""
+        """Return whether to save after step `step` (from 1); equal on all ranks."""
         if self.config.every_steps is not None and step % self.config.every_steps == 0:
             return True
         if self.config.every_minutes is None:
             return False
         elapsed = torch.tensor(time.monotonic() - self._last_save, dtype=torch.float64)
-        dist.broadcast(elapsed, 0)  # not of our group, which a save in the background may be using
+        dist.broadcast(elapsed, 0)  # in the default group: a background save may be using self._group
         return float(elapsed) >= 60.0 * self.config.every_minutes
 
     def save(self, snapshot: Snapshot, *, wait: bool = False) -> list[Saved]:
-        """Save now or, in the background, begin to; `wait`: in any case now. Gives what has been committed meanwhile.
+        """Save now or, with in_background, start a save; return the saves committed since the last call.
 
-        Raises CheckpointError, on all ranks, when a save fails: this one, or the one before it in the background.
+        Args:
+            snapshot: The state; its tensors may be written again after this returns.
+            wait: Save now in any case.
+
+        Raises:
+            CheckpointError: On all ranks, if this save or the background save before it fails.
         """
         finished = self.finish()
         begin = self._last_save = time.monotonic()
@@ -134,12 +153,12 @@ class Checkpointer:
         return finished
 
     def finish(self) -> list[Saved]:
-        """Wait for a save in the background, if there is one, and give it."""
+        """Wait for the background save, if any, and return it."""
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]
 
     def close(self) -> list[Saved]:
-        """Wait for the last save, and give it if it was in the background."""
+        """Wait for the background save, if any, return it, and free the process group."""
         try:
             return self.finish()
         finally:
@@ -148,25 +167,30 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
 
     def _write(self, snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> Manifest:
-        """What was committed. tensors: those of the snapshot, or copies of this rank's parts of them."""
+        """Write and commit a checkpoint; return its manifest.
+
+        Args:
+            snapshot: Shapes, placements and state.
+            tensors: Those of the snapshot, or copies of this rank's parts of them.
+        """
         save_id = self._broadcast(secrets.token_hex(_ID_BYTES))
         agreeing = partial(self._agreeing, f"save step {snapshot.step}")
         with agreeing():
             folder = new_folder(self.root, snapshot.step, save_id)
         try:
             with agreeing():
-                held = held_parts(snapshot.tensors, self._rank)
-            told = [held] * dist.get_world_size(self._group)
-            dist.gather_object(held, told if self._rank == 0 else None, 0, group=self._group)
-            chosen = self._broadcast(share_out(told) if self._rank == 0 else None)
+                held = local_parts(snapshot.tensors, self._rank)
+            held_by_rank = [held] * dist.get_world_size(self._group)
+            dist.gather_object(held, held_by_rank if self._rank == 0 else None, 0, group=self._group)
+            chosen = self._broadcast(share_out(held_by_rank) if self._rank == 0 else None)
             with agreeing():
                 write_parts(folder, self._rank, tensors, chosen)
             with agreeing():
-                own = file_facts(folder / file_name(self._rank), self._disk.storage)
-            files = {file_name(rank): facts for rank, facts in enumerate(self._gather(own))}
+                local_file = file_facts(folder / file_name(self._rank), self._disk.storage)
+            files = {file_name(rank): facts for rank, facts in enumerate(self._gather(local_file))}
             manifest = Manifest(snapshot.step, save_id, utc_now(), files, chosen, snapshot.state, self._facts)
             if (problem := next(manifest.problems(), None)) is not None:
-                raise CheckpointError(f"cannot save step {snapshot.step}: what was written is not whole: {problem}")
+                raise CheckpointError(f"cannot save step {snapshot.step}: the written files are incomplete: {problem}")
             with agreeing():
                 if self._disk.is_leader:
                     commit(folder, manifest)
@@ -179,7 +203,7 @@ class Checkpointer:
         return manifest
 
     def _prune(self, newest: int) -> None:
-        """Delete what the configuration does not keep; that this fails is told, and ends nothing."""
+        """Delete checkpoints beyond keep_last; a failure is a warning."""
         if not self._disk.is_leader:
             return
         steps = [checkpoint.step for checkpoint in list_checkpoints(self.root)]
@@ -193,14 +217,19 @@ class Checkpointer:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def restore(self, target: TrainingTensors, accept: Accept) -> Manifest | None:
-        """Read the newest checkpoint that all disks hold undamaged into `target`; None when there is none.
+        """Read the newest undamaged checkpoint into `target`; return its manifest, or None if there is none.
 
-        Damaged ones are put aside and told. `accept` raises CheckpointError for one that does not go with the rest of
-        this run, as `target` does for one of another model: before anything of it is read. Raises CheckpointError
-        when nothing can be read although something is there.
+        Damaged ones are moved aside with a warning.
+
+        Args:
+            target: Tensors to fill.
+            accept: Raises CheckpointError for a checkpoint that does not fit this run, before tensors are read.
+
+        Raises:
+            CheckpointError: All checkpoints are damaged, or the newest undamaged one does not fit.
         """
         steps = self._common_steps(self.root)
-        manifest = self._newest(self.root, steps, self._disk, is_own=True)
+        manifest = self._newest(self.root, steps, self._disk, is_this_run=True)
         if manifest is not None:
             self._read(self.root, manifest, target, accept)
             self._restored = manifest.step
@@ -209,21 +238,31 @@ class Checkpointer:
         return manifest
 
     def restore_from(self, source: Path, target: TrainingTensors, accept: Accept) -> Manifest:
-        """As `restore`, from a run, its folder of checkpoints or one checkpoint, in which nothing is changed.
+        """Read the newest undamaged checkpoint of another run into `target`; return its manifest.
 
-        Damaged ones are passed over and told; of the last, or of one that is named, damage is an error. A node without
-        the folder is sent what it needs.
+        Nothing in `source` is changed. Damaged checkpoints are skipped with a warning. A node without the folder is
+        sent the files that it needs.
+
+        Args:
+            source: A run folder, its folder of checkpoints, or one checkpoint.
+            target, accept: See `restore`.
+
+        Raises:
+            CheckpointError: There is no undamaged checkpoint, the one named is damaged, or it does not fit.
         """
         root, named = self._find_source(source)
         steps = self._common_steps(root) if named is None else [named]
-        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), is_own=False)
+        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), is_this_run=False)
         if manifest is None:
             raise CheckpointError(f"{source} has no checkpoint that all ranks see")
         self._read(root, manifest, target, accept)
         return manifest
 
-    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, *, is_own: bool) -> Manifest | None:
-        """That of the first of `steps` which is undamaged. is_own: damaged ones are put aside, not passed over."""
+    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, *, is_this_run: bool) -> Manifest | None:
+        """Return the manifest of the first undamaged checkpoint among `steps`, or None.
+
+        is_this_run: the checkpoints are of this run, so damaged ones are moved aside; else they are skipped.
+        """
         for step in steps:
             checkpoint = Checkpoint.of(root, step)
             manifest, problem = self._verified(checkpoint, disk)
@@ -231,32 +270,35 @@ class Checkpointer:
                 if step != steps[0] and self._rank == 0:
                     self._warn(f"continuing from the older checkpoint of step {step} instead of step {steps[0]}")
                 return manifest
-            if not is_own and step == steps[-1]:
+            if not is_this_run and step == steps[-1]:
                 raise CheckpointError(problem)
-            if is_own:
+            if is_this_run:
                 with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
                     if self._disk.is_leader and checkpoint.path.exists():
                         put_aside(checkpoint, problem)
             if self._rank == 0:
-                fate = "put aside" if is_own else "passed over"
-                self._warn(f"the checkpoint of step {step} is {fate}: {problem}")
+                reaction = "moved aside" if is_this_run else "skipped"
+                self._warn(f"the checkpoint of step {step} is {reaction}: {problem}")
         return None
 
     def _find_source(self, source: Path) -> tuple[Path, int | None]:
-        """As `find_source`; where there is nothing, as others found it. Raises CheckpointError when nobody has any."""
-        found: tuple[str, int | None] | None = None
+        """Resolve `source` by `find_source`; a node that lacks it uses the answer of another.
+
+        Raises CheckpointError if no node has it.
+        """
+        local: tuple[str, int | None] | None = None
         problem: CheckpointError | None = None
         try:
             root, named = find_source(source)
-            found = os.path.relpath(root, source), named
+            local = os.path.relpath(root, source), named
         except CheckpointError as error:
             problem = error
-        others = [one for one in self._gather(found) if one is not None]
-        with self._agreeing(f"go on from {source}"):
-            if not others and problem is not None:
+        answers = [answer for answer in self._gather(local) if answer is not None]
+        with self._agreeing(f"continue from {source}"):
+            if not answers and problem is not None:
                 raise problem
-        place, named = found or others[0]
-        return Path(os.path.normpath(source / place)), named
+        path, named = local or answers[0]
+        return Path(os.path.normpath(source / path)), named
 
     def _find_disk(self, storage: str) -> Disk:
         storages = self._gather(storage)
@@ -264,20 +306,21 @@ class Checkpointer:
         return Disk(storage, peers.index(self._rank), len(peers), frozenset(storages) - {storage})
 
     def _common_steps(self, root: Path) -> list[int]:
-        """Steps of which every disk that has any has a checkpoint, newest first: one without may be a new node's.
+        """Return the steps with a checkpoint on every disk that has checkpoints at all, newest first.
 
-        A save that did not reach the disk of a rank that took part in it is none.
+        A disk without any may belong to a new node, unless the manifest names it: then the save did not reach it.
         """
-        told = self._gather((read_storage_id(root), {one.step: _storages(one) for one in list_checkpoints(root)}))
-        holding = [known for _, known in told if known]
-        empty = {storage for storage, known in told if not known}
+        local = {checkpoint.step: _storages(checkpoint) for checkpoint in list_checkpoints(root)}
+        by_rank = self._gather((read_storage_id(root), local))
+        holding = [known for _, known in by_rank if known]
+        empty = {storage for storage, known in by_rank if not known}
         steps = set.intersection(*map(set, holding)) if holding else set()
         whole = (step for step in steps if not any(empty & known[step] for known in holding))
         return sorted(whole, reverse=True)
 
     def _open(self, checkpoint: Checkpoint) -> Manifest:
-        """Its manifest, from another disk where this one has nothing of it. Raises CheckpointError."""
-        manifest, problem, is_here = None, f"{checkpoint.path} lies on no disk", checkpoint.path.exists()
+        """Return its manifest, sent by another rank if this disk lacks it. Raises CheckpointError."""
+        manifest, problem, is_here = None, f"{checkpoint.path} is on no disk", checkpoint.path.exists()
         try:
             manifest = open_checkpoint(checkpoint) if is_here else None
         except CheckpointError as error:
@@ -291,19 +334,19 @@ class Checkpointer:
         return manifest
 
     def _verified(self, checkpoint: Checkpoint, disk: Disk) -> tuple[Manifest | None, str]:
-        """(its manifest, "") where all disks together hold the same save undamaged, else (None, why not).
+        """Return (manifest, "") if all disks together hold the same save undamaged, else (None, the problem).
 
-        Raises CheckpointError when it has files on a disk that nobody sees: they may be well.
+        Raises CheckpointError if it has files on a disk that no rank sees: those may be undamaged.
         """
         manifest, problem, absent = None, "", set()
         try:
             manifest = self._open(checkpoint)
-            own = {name for name, file in manifest.files.items() if file.storage == disk.storage}
-            # A file of a disk that no rank knows may have been copied here.
-            foreign = {name for name, file in manifest.files.items() if file.storage not in disk.others} - own
+            local = {name for name, file in manifest.files.items() if file.storage == disk.storage}
+            # A file of a disk that no rank sees may have been copied to this one.
+            foreign = {name for name, file in manifest.files.items() if file.storage not in disk.others} - local
             absent = {name for name in foreign if not (checkpoint.path / name).exists()}
-            # Each of the ranks of a disk reads a share of its files.
-            verify_files(checkpoint.path, manifest, sorted(own | foreign - absent)[disk.place :: disk.ranks])
+            # The ranks that share a disk divide its files among them.
+            verify_files(checkpoint.path, manifest, sorted(local | foreign - absent)[disk.index :: disk.ranks])
         except CheckpointError as error:
             problem = str(error)
         answers = self._gather((None if manifest is None else manifest.save_id, problem, absent))
@@ -312,8 +355,8 @@ class Checkpointer:
             problems = [f"{checkpoint.path}: the nodes' disks hold different saves of this step"]
         if not problems and (lost := sorted(set.intersection(*(names for _, _, names in answers)))):
             raise CheckpointError(
-                f"{checkpoint.path} lacks {lost[0]} and {len(lost) - 1} more, which lie on a disk that no rank sees. "
-                "Go on with the nodes that saved it, or copy these files here"
+                f"{checkpoint.path} lacks {lost[0]} and {len(lost) - 1} more, which are on a disk that no rank sees. "
+                "Continue on the nodes that saved it, or copy these files here"
             )
         return (None, problems[0]) if problems else (manifest, "")
 
@@ -343,7 +386,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _agreeing(self, what: str) -> Iterator[None]:
-        """Go on only if this went well on all ranks; else every rank raises CheckpointError with the first cause."""
+        """Run the body; if it fails on any rank, raise CheckpointError with the first cause on all ranks. Collective.
+
+        So no rank is left waiting in a later collective for one that failed.
+        """
         self._advance()
         problem = ""
         try:
@@ -356,7 +402,7 @@ class Checkpointer:
 
 
 def _storages(checkpoint: Checkpoint) -> set[str]:
-    """The disks that took part in a save, as far as its manifest can be read."""
+    """Return the disks that took part in a save; empty if its manifest cannot be read."""
     with contextlib.suppress(CheckpointError):
         return {file.storage for file in open_checkpoint(checkpoint).files.values()}
     return set()
@@ -364,5 +410,5 @@ def _storages(checkpoint: Checkpoint) -> set[str]:
 
 def _reason(error: Exception) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    place = getattr(error, "filename", None)
-    return f"{place}: {text}" if place else " ".join(str(text).split())
+    path = getattr(error, "filename", None)
+    return f"{path}: {text}" if path else " ".join(str(text).split())

@@ -1,7 +1,7 @@
-"""Files of a checkpoint that lie on another node's disk, brought to those that need them over the ranks' group.
+"""Transfers files of a checkpoint between nodes that do not share a disk, over the process group.
 
-Nodes that share no disk each hold the files of their own ranks. Replicas write a part only once, and another number
-of ranks cuts tensors at other places: then a rank needs what only another node has.
+Each node holds the files of its own ranks. A rank may need a file of another node, because replicas write a part only
+once, and a different number of ranks shards tensors at other offsets.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ _BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Disk:
-    """Which disk this rank sees a folder on: `place` among the `ranks` that see the same. others: disks of other ranks.
+    """The disk on which this rank sees a folder; its first rank, the leader, does what must be done once per disk.
 
-    Its first rank does for it what only one may.
+    Attributes:
+        storage: Id of the disk.
+        index: Index of this rank among those that see the same disk.
+        ranks: Number of ranks that see the same disk.
+        others: Ids of the disks of other ranks.
     """
 
     storage: str
-    place: int
+    index: int
     ranks: int
     others: frozenset[str]
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of its disk."""
-        return self.place == 0
+        """Whether this rank is the first that sees the disk."""
+        return self.index == 0
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Brings files of the checkpoint in `folder` into `into`, a folder of this disk alone. Every rank calls it."""
+    """Copies files of the checkpoint `folder` from other nodes into the local folder `into`. Collective."""
 
     folder: Path
     into: Path
@@ -51,29 +55,29 @@ class Fetch:
     group: dist.ProcessGroup
 
     def __call__(self, wanted: set[str]) -> Mapping[str, Path]:
-        """Where each of the files `wanted` by this rank is. Raises CheckpointError on ranks that cannot get theirs."""
+        """Return the path of each file `wanted` by this rank. Raises CheckpointError if one cannot be had."""
         here = {name for name in self.manifest.files if (self.folder / name).is_file()}
         answers = gather_objects((self.disk.storage, here, wanted - here), self.group)
-        own = {name for storage, _, lacking in answers if storage == self.disk.storage for name in lacking}
+        needed = {name for storage, _, lacking in answers if storage == self.disk.storage for name in lacking}
         problem = ""
         for name in sorted(set().union(*(lacking for _, _, lacking in answers))):
             holders = [rank for rank, (_, held, _) in enumerate(answers) if name in held]
             if not holders:
                 raise CheckpointError(f"{self.folder} lacks {name}, and no other node has it")
-            problem = self._pass_on(name, holders[0], keep=name in own and self.disk.is_leader) or problem
+            problem = self._broadcast_file(name, holders[0], write=name in needed and self.disk.is_leader) or problem
         if any(gather_objects(problem, self.group)):
-            raise CheckpointError(problem or "a file of another node's disk could not be brought to all that need it")
+            raise CheckpointError(problem or "a file of another node's disk could not be copied to all that need it")
         return {name: (self.folder if name in here else self.into) / name for name in wanted}
 
     def clean(self) -> None:
-        """Delete what was brought."""
+        """Delete the copied files."""
         if self.disk.is_leader:
             shutil.rmtree(self.into, ignore_errors=True)
 
-    def _pass_on(self, name: str, holder: int, *, keep: bool) -> str:
-        """One file from the rank `holder` to all, in blocks; gives why it could not be sent or kept, or nothing.
+    def _broadcast_file(self, name: str, holder: int, *, write: bool) -> str:
+        """Broadcast a file from rank `holder` in blocks; return the problem of reading or writing it, or "".
 
-        Whatever fails here, the others are served: so nobody is left waiting.
+        After a local error the rank takes part in the remaining broadcasts, so that no other rank hangs.
         """
         sends, problem = dist.get_rank() == holder, ""
         with contextlib.ExitStack() as stack:
@@ -81,7 +85,7 @@ class Fetch:
             try:
                 if sends:
                     file = stack.enter_context((self.folder / name).open("rb"))
-                elif keep:
+                elif write:
                     self.into.mkdir(mode=0o700, exist_ok=True)
                     file = stack.enter_context((self.into / name).open("wb"))
             except OSError as error:
@@ -92,11 +96,11 @@ class Fetch:
                     if sends and file is not None:
                         file.readinto(block.numpy().data)  # type: ignore[attr-defined]
                     dist.broadcast(block, holder, group=self.group)
-                    if keep and file is not None:
+                    if write and file is not None:
                         file.write(block.numpy().data)
                 except OSError as error:
                     problem, file = f"{name}: {error.strerror}", None
-        if keep and not problem:
+        if write and not problem:
             try:
                 verify_files(self.into, self.manifest, [name])
             except CheckpointError as error:

@@ -1,7 +1,8 @@
-"""Who writes and who reads which part of a tensor: one safetensors file per rank, on any mesh.
+"""Which rank writes and reads which part of a tensor: one safetensors file per rank, on any mesh.
 
-Ranks say what they hold, rank 0 chooses who writes what, and the choice stands in MANIFEST.json: all that a reader on
-other ranks needs. Storage of torch.distributed.checkpoint would pickle that, or have every file at hand, and trust it.
+Ranks report the parts that they hold, rank 0 assigns each part to one writer, and MANIFEST.json records the assignment,
+which is all that a reader with other ranks needs. The storage of torch.distributed.checkpoint would pickle this
+metadata or expect every file to be present, and would trust it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from engine.runs.files import sync
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank in the folder of a checkpoint."""
+    """Return the name of a rank's file in the folder of a checkpoint."""
     return f"rank{rank:05d}.safetensors"
 
 
-def held_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, TensorFacts]:
-    """What rank `rank`, this one, has of each tensor: its chunk, as if it were the one to write it."""
-    found = {}
+def local_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, TensorFacts]:
+    """Return the part of each tensor that this rank holds, as a chunk of its own file.
+
+    Args:
+        tensors: Plain tensors, held whole by every rank, or DTensors.
+        rank: Of this process.
+    """
+    facts = {}
     for name, tensor in tensors.items():
         sizes, offsets = tuple(tensor.shape), (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -38,36 +44,50 @@ def held_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, TensorFact
             sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         chunk = Chunk(tuple(offsets), tuple(sizes), file_name(rank), f"{name}@{','.join(map(str, offsets))}")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        found[name] = TensorFacts(dtype, tuple(tensor.shape), (chunk,) if chunk.elements else ())
-    return found
+        facts[name] = TensorFacts(dtype, tuple(tensor.shape), (chunk,) if chunk.elements else ())
+    return facts
 
 
-def share_out(held: Sequence[Mapping[str, TensorFacts]]) -> dict[str, TensorFacts]:
-    """Whole tensors of what all ranks hold; of several that hold a chunk the one with the least so far writes it."""
-    numbers: Counter[str] = Counter()  # to be written, by file
-    found = {}
-    for name, facts in held[0].items():
+def share_out(parts_by_rank: Sequence[Mapping[str, TensorFacts]]) -> dict[str, TensorFacts]:
+    """Assign every chunk to one writer: of the ranks that hold it, the one with the fewest elements so far.
+
+    Args:
+        parts_by_rank: `local_parts` of every rank.
+
+    Returns:
+        Every tensor with chunks that cover it once.
+    """
+    elements: Counter[str] = Counter()  # to be written, by file
+    assigned = {}
+    for name, facts in parts_by_rank[0].items():
         offers: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Chunk]] = {}
-        for chunk in (chunk for parts in held for chunk in parts[name].chunks):
+        for chunk in (chunk for parts in parts_by_rank for chunk in parts[name].chunks):
             offers.setdefault((chunk.offsets, chunk.sizes), []).append(chunk)
         chosen = []
         for offered in offers.values():
-            chosen.append(min(offered, key=lambda chunk: numbers[chunk.file]))
-            numbers[chosen[-1].file] += chosen[-1].elements
-        found[name] = replace(facts, chunks=tuple(chosen))
-    return found
+            chosen.append(min(offered, key=lambda chunk: elements[chunk.file]))
+            elements[chosen[-1].file] += chosen[-1].elements
+        assigned[name] = replace(facts, chunks=tuple(chosen))
+    return assigned
 
 
 def write_parts(folder: Path, rank: int, tensors: Mapping[str, Tensor], chosen: Mapping[str, TensorFacts]) -> None:
-    """The file of rank `rank`, this one, on the disk when this returns. tensors: whole ones, or its parts of them."""
+    """Write this rank's file and sync it to the disk.
+
+    Args:
+        folder: Of the checkpoint.
+        rank: Of this process.
+        tensors: By name, or this rank's parts of them.
+        chosen: Assignment of chunks to files (`share_out`).
+    """
     file = folder / file_name(rank)
-    own = {
+    parts = {
         chunk.key: local_part(tensors[name].detach()).cpu().contiguous()
         for name, facts in chosen.items()
         for chunk in facts.chunks
         if chunk.file == file.name
     }
-    save_file(own, file)
+    save_file(parts, file)
     sync(file)
 
 
@@ -76,14 +96,20 @@ def read_parts(
     saved: Mapping[str, TensorFacts],
     find: Callable[[set[str]], Mapping[str, Path]],
 ) -> None:
-    """Fills this rank's parts of `tensors` from files, of which it reads no more than that; `find` has their paths."""
+    """Fill this rank's parts of `tensors` from files, reading only the slices that it needs.
+
+    Args:
+        tensors: Plain tensors or DTensors, written in place.
+        saved: Chunks of the saved tensors, by name.
+        find: Returns the paths of the given files.
+    """
     wanted: dict[str, list[tuple[Tensor, str, tuple[slice, ...]]]] = {}
-    for name, facts in held_parts(tensors, 0).items():
+    for name, facts in local_parts(tensors, 0).items():
         local = local_part(tensors[name].detach())
-        for own in facts.chunks:
+        for part in facts.chunks:
             for chunk in saved[name].chunks:
-                if (box := own.common(chunk)) is not None:
-                    target = local[_within(box, own)]
+                if (box := part.common(chunk)) is not None:
+                    target = local[_within(box, part)]
                     wanted.setdefault(chunk.file, []).append((target, chunk.key, _within(box, chunk)))
     paths = find(set(wanted))
     for name, parts in wanted.items():
@@ -93,24 +119,24 @@ def read_parts(
 
 
 def _within(box: Sequence[range], chunk: Chunk) -> tuple[slice, ...]:
-    """Where numbers of a tensor lie in a chunk of it."""
+    """Return the slices of `chunk` that hold `box`, given in coordinates of the whole tensor."""
     return tuple(slice(side.start - at, side.stop - at) for side, at in zip(box, chunk.offsets, strict=True))
 
 
 class HostCopies:
-    """Copies of this rank's parts in host memory that are overwritten by the next ones; beside a GPU pinned."""
+    """Reusable copies of this rank's parts in host memory, pinned if there is a GPU."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The parts as they are now; of the same tensors every time."""
+        """Copy this rank's parts of `tensors`, the same ones at every call; the next call overwrites the copies."""
         on_gpu = torch.cuda.is_available()
         for name, tensor in tensors.items():
             local = local_part(tensor.detach())
-            if name not in self._held:
-                self._held[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_gpu)
-            self._held[name].copy_(local, non_blocking=on_gpu)
+            if name not in self._copies:
+                self._copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_gpu)
+            self._copies[name].copy_(local, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
-        return self._held
+        return self._copies

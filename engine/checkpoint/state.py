@@ -1,11 +1,11 @@
-"""The training state as named tensors: weights and moments as they lie on this rank's shards, and back.
+"""The training state as named tensors: this rank's shards of weights and moments.
 
     model.<name>               fp32 master weights
-    optimizer.<name>.exp_avg   and .exp_avg_sq: moments; those of 8 bits as the fp32 numbers that they stand for, from
-                               which the same 8 bits come back
+    optimizer.<name>.exp_avg   and .exp_avg_sq: moments; 8-bit ones dequantized to fp32, which quantizes back to the
+                               same 8 bits
 
-Names are those of the model, the same under every mesh, method and policy. The number of updates, equal for all
-parameters, is no tensor here but a whole number in the manifest.
+Names are those of the model, the same for every mesh, method and policy. The number of updates, equal for all
+parameters, is an integer in the manifest instead of a tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _SHOWN = 4
 
 @dataclass
 class TrainingTensors:
-    """Named tensors of a model and of its optimizer, if any; `tensors` are the live ones, written and read in place.
+    """Named tensors of a model and of its optimizer, if any.
 
-    packed: moments of 8 bits by name; `tensors` holds fp32 copies of them.
+    Attributes:
+        model, optimizer: Their owners.
+        tensors: Live tensors by name, read and written in place; of 8-bit moments fp32 copies.
+        packed: 8-bit moments by name.
     """
 
     model: nn.Module
@@ -43,11 +46,11 @@ class TrainingTensors:
         """Optimizer steps so far."""
         counts = {int(state["step"]) for state in self._states()}
         if len(counts) > 1:
-            raise CheckpointError(f"parameters have been updated {sorted(counts)} times: they must agree")
+            raise CheckpointError(f"parameters were updated {sorted(counts)} times, expected equally often")
         return counts.pop() if counts else 0
 
     def check(self, manifest: Manifest, where: str) -> None:
-        """Raises CheckpointError where names, shapes or dtypes are others; without an optimizer, those of weights."""
+        """Raise CheckpointError if names, shapes or dtypes differ; without an optimizer only weights are compared."""
         weights_only, here = self.optimizer is None, {name: _described(value) for name, value in self.tensors.items()}
         there = {
             name: _text(facts)
@@ -70,7 +73,7 @@ class TrainingTensors:
             )
 
     def loaded(self, updates: int) -> None:
-        """Take in what was read into `tensors`: call once after it."""
+        """Finish a restore after `tensors` were filled: quantize moments, set step counts, drop gathered weights."""
         for name, moment in self.packed.items():
             moment.copy_(self.tensors[name])
         for state in self._states():
@@ -82,21 +85,21 @@ class TrainingTensors:
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingTensors:
-    """The state of `model` and `optimizer`; moments that do not exist yet are made, as zeros."""
+    """Return the state of `model` and `optimizer`; creates missing moments as zeros."""
     if not optimizer.state:
         _make_moments(optimizer)
-    found = TrainingTensors(model, optimizer, weight_tensors(model).tensors)
+    result = TrainingTensors(model, optimizer, weight_tensors(model).tensors)
     for name, parameter in model.named_parameters():
         for moment in MOMENTS if parameter.requires_grad else ():
             key, value = f"optimizer.{name}.{moment}", optimizer.state[parameter][moment]
-            found.tensors[key] = value
+            result.tensors[key] = value
             if hasattr(local_part(value), "codes"):
-                found.packed[key], found.tensors[key] = value, _unpacked(value)
-    return found
+                result.packed[key], result.tensors[key] = value, _unpacked(value)
+    return result
 
 
 def weight_tensors(model: nn.Module) -> TrainingTensors:
-    """The weights of a model alone: whatever else a checkpoint holds does not matter."""
+    """Return the trained weights of a model alone; `check` then ignores the rest of a checkpoint."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return TrainingTensors(model, None, {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in named})
 
@@ -110,9 +113,9 @@ def _text(facts: TensorFacts) -> str:
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """A step without gradient and rate, which does not count: it changes no weight, and makes every moment.
+    """Make the optimizer create its moments, by a step with zero gradients and learning rate 0 that is not counted.
 
-    Every later step has its rate set first.
+    It changes no weight. The learning rate stays 0: every later step sets its own.
     """
     set_learning_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
@@ -125,7 +128,7 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _unpacked(moment: Tensor) -> Tensor:
-    """The fp32 numbers that 8 bits stand for, sharded alike."""
+    """Return an 8-bit moment dequantized to fp32, with the same sharding."""
     local: Tensor = local_part(moment).dequantize()
     if not isinstance(moment, DTensor):
         return local

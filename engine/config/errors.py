@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 
 class BurstError(Exception):
-    """Base of all errors whose text is meant for a person; `exit_code` is what the process returns."""
+    """Base of all errors with a message for the user; `exit_code` is that of the process."""
 
     exit_code = 1
 
 
 class ConfigError(BurstError):
-    """The configuration cannot be used; `problems` holds one sentence per mistake, all of them at once."""
+    """The configuration cannot be used; `problems` has one sentence per mistake."""
 
     exit_code = 2
 
@@ -34,9 +34,9 @@ class DataError(BurstError):
 
 
 class RunError(BurstError):
-    """A run ended before it was done."""
+    """A run ended before it was complete."""
 
 
 def legal_sizes(number: int) -> str:
-    """The divisors of a number as a list in words: what a size that must divide it may be."""
+    """Return the divisors of a number as a list in words."""
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -1,4 +1,4 @@
-"""What people mean who write the words and numbers of other trainers: hints for messages, never values.
+"""Hints for the names and number formats of other trainers: used in messages, never as values.
 
 Standard library only.
 """
@@ -113,7 +113,7 @@ SYNONYMS = {word: hint for hint, words in _WORDS.items() for word in words.split
 
 
 def synonym(key: str) -> str | None:
-    """What to set here for a setting of another trainer, by its last word or that of its section; None: not known."""
+    """Return what to set for a setting of another trainer, by its last word or its section's; None if unknown."""
     words = [word.replace("-", "_").lower() for word in reversed(key.split("."))]
     found = next((SYNONYMS[word] for word in words if word in SYNONYMS), None)
     return found if found is None or found.startswith("burst ") else f"in burst it is {found}"
@@ -126,7 +126,7 @@ _SECONDS = {"seconds": 1, "minutes": 60}
 
 
 def meant_value(text: str, expected: str, unit: str | None) -> str | None:
-    """What to write in place of a text that may have been meant as a number or a truth value; None: nobody knows."""
+    """Return what to write instead of a text that may be meant as a number or truth value; None if unknown."""
     if "true or false" in expected:
         return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower())
     if "number" not in expected:
@@ -152,7 +152,7 @@ def meant_value(text: str, expected: str, unit: str | None) -> str | None:
 
 
 def _whole(number: Callable[[], int | Fraction]) -> str | None:
-    """A number without a fraction as it is typed."""
+    """Format an integer as it is typed."""
     try:
         value = Fraction(number())
     except ValueError:

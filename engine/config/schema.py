@@ -1,4 +1,4 @@
-"""Dataclasses as a schema: settings with notes, lists of them, and plain values read with every mistake told at once.
+"""Dataclasses as a schema: settings with notes, and plain values read with all mistakes reported together.
 
 Standard library only. Knows nothing of the settings themselves; `engine.config.settings` declares those.
 """
@@ -66,7 +66,7 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KkMm])")
 
 @dataclass(frozen=True)
 class Note:
-    """What a person must know about one field: its meaning, its unit and the numbers it admits."""
+    """Documentation of a field: its meaning, its unit and its bounds."""
 
     doc: str
     unit: str | None = None
@@ -76,13 +76,13 @@ class Note:
     at_most: float | None = None
 
     def bounds(self) -> str:
-        """The admitted numbers in words, `0 or more, below 1`; empty when any number will do."""
+        """The bounds in words, `0 or more, below 1`; empty without bounds."""
         low = _bound("more than {}", self.above) or _bound("{} or more", self.at_least)
         high = _bound("below {}", self.below) or _bound("at most {}", self.at_most)
         return ", ".join(part for part in (low, high) if part)
 
     def admits(self, number: float) -> bool:
-        """Whether the number lies within the bounds (NaN and infinity never do)."""
+        """Return whether the number is within the bounds (NaN and infinity never are)."""
         return (
             math.isfinite(number)
             and (self.above is None or number > self.above)
@@ -97,13 +97,13 @@ def _bound(words: str, number: float | None) -> str:
 
 
 def setting(default: Any, doc: str, unit: str | None = None, **bounds: float) -> Any:
-    """A dataclass field that is a setting: `batch_size: int = setting(1, "per rank", "sequences", at_least=1)`."""
+    """Declare a field as a setting: `batch_size: int = setting(1, "per rank", "sequences", at_least=1)`."""
     return field(default=default, metadata={_NOTE: Note(doc, unit, **bounds)})
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a configuration: the dotted keys it concerns and a sentence for a person."""
+    """One mistake in a configuration: its dotted keys and a sentence."""
 
     keys: tuple[str, ...]
     text: str
@@ -134,25 +134,25 @@ class FieldSpec:
     note: Note
 
     def legal_values(self) -> tuple[str, ...]:
-        """Every value as it is typed, when there are finitely many; else nothing."""
+        """Return all values as typed if there are finitely many; else nothing."""
         if self.choices is None:
             return ("true", "false") if self.type_text == _TYPE_WORDS[bool] else ()
         return (*self.choices, "null") if self.type_text.endswith(" or null") else self.choices
 
 
 def _cached(function: Callable[[type[Any]], _T]) -> Callable[[type[Any]], _T]:
-    """`functools.cache` with its signature kept: type checkers doubt that classes can be hashed."""
+    """`functools.cache` with the function's signature, since type checkers assume that classes are not hashable."""
     return cast(Callable[[type[Any]], _T], functools.cache(function))
 
 
 @_cached
 def type_hints(cls: type[Any]) -> Mapping[str, Any]:
-    """The types of a dataclass's fields by name; found once, because that takes a millisecond."""
+    """Return the types of a dataclass's fields by name; cached, since it takes a millisecond."""
     return get_type_hints(cls)
 
 
 def _walk(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """(dotted key, type, field) of everything in a tree of dataclasses, in the order of declaration."""
+    """Yield dotted key, type and field of a tree of dataclasses, in order of declaration."""
     hints = type_hints(cls)
     for item in fields(cls):
         key, annotation = f"{prefix}{item.name}", hints[item.name]
@@ -162,7 +162,7 @@ def _walk(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Field[An
 
 
 def walk_fields(cls: type[Any]) -> Iterator[FieldSpec]:
-    """Every leaf setting of a tree of dataclasses, in the order of declaration."""
+    """Return every leaf setting of a tree of dataclasses, in order of declaration."""
     for key, annotation, item in _walk(cls):
         if not is_dataclass(annotation):
             default = None if item.default is MISSING else item.default
@@ -170,7 +170,7 @@ def walk_fields(cls: type[Any]) -> Iterator[FieldSpec]:
 
 
 def walk_sections(cls: type[Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, first line of the docstring) of every nested dataclass, in the order of declaration."""
+    """Return dotted key and first docstring line of every nested dataclass, in order of declaration."""
     for key, annotation, _ in _walk(cls):
         if is_dataclass(annotation):
             yield key, (annotation.__doc__ or "").strip().splitlines()[0]
@@ -178,18 +178,18 @@ def walk_sections(cls: type[Any]) -> Iterator[tuple[str, str]]:
 
 @_cached
 def known_keys(cls: type[Any]) -> tuple[str, ...]:
-    """Every dotted key that may be set: sections and the settings in them."""
+    """Return every dotted key: sections and settings."""
     return (*(key for key, _ in walk_sections(cls)), *(spec.key for spec in walk_fields(cls)))
 
 
 def note_of(item: Field[Any]) -> Note:
-    """The note of a dataclass field; an empty one when it has none."""
+    """Return the note of a dataclass field, an empty one if it has none."""
     found = item.metadata.get(_NOTE)
     return found if isinstance(found, Note) else Note("")
 
 
 def choices_of(annotation: Any) -> tuple[str, ...] | None:
-    """The legal values of a choice, None for any other type."""
+    """Return the legal values of a choice, None for other types."""
     if get_origin(annotation) is Literal:
         return tuple(str(value) for value in get_args(annotation))
     for member in union_members(annotation):
@@ -199,7 +199,7 @@ def choices_of(annotation: Any) -> tuple[str, ...] | None:
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; the type itself for any other."""
+    """Return the types of a union; the type itself for others."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
@@ -207,7 +207,7 @@ _TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "tru
 
 
 def describe_type(annotation: Any) -> str:
-    """The type in words that a person who never wrote Python understands."""
+    """Describe a type in words without Python's terms."""
     members = union_members(annotation)
     if len(members) > 1:
         return " or ".join(describe_type(member) for member in members)
@@ -221,14 +221,14 @@ def describe_type(annotation: Any) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The word most like the given one, None when nothing comes near."""
+    """Return the most similar word, None if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in words}
     found = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def nearest_key(key: str, keys: Sequence[str]) -> str | None:
-    """The dotted key most like the given one: the same name in another section, a like name in its own, a like key."""
+    """Return the most similar key: the same name in another section, a similar name in its own, or a similar key."""
     section, _, name = key.rpartition(".")
     split = [(candidate.rpartition(".")[0], candidate.rpartition(".")[2], candidate) for candidate in keys]
     same_name = [candidate for _, tail, candidate in split if tail == name]
@@ -246,7 +246,7 @@ def nearest_key(key: str, keys: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str, keys: Sequence[str]) -> Problem:
-    """The problem of a setting that does not exist, with the nearest one that does, or those beside it."""
+    """Return the problem of an unknown setting, with the nearest existing one, or all of its section."""
     if key in _REMOVED:
         return Problem((key,), f"{key}: no such setting any more; {_REMOVED[key][1]}")
     is_name_here = any(known.rpartition(".")[2] == key.rpartition(".")[2] for known in keys)
@@ -266,7 +266,7 @@ def unknown_key(key: str, keys: Sequence[str]) -> Problem:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads plain values into dataclasses; every mistake goes to `problems` and the default takes its place."""
+    """Reads plain values into dataclasses; mistakes are added to `problems` and replaced by the default."""
 
     problems: list[Problem]
     all_keys: tuple[str, ...]
@@ -291,7 +291,7 @@ class _Reader:
         return cls(**{name: result for name, result in read.items() if result is not MISSING})
 
     def value(self, annotation: Any, value: Any, key: str, unit: str | None = None) -> Any:
-        """The value as this type, MISSING for a mistake."""
+        """Return the value as this type, MISSING for a mistake."""
         if isinstance(annotation, type) and is_dataclass(annotation):
             return self.table(annotation, value, f"{key}.")
         members = union_members(annotation)
@@ -336,7 +336,7 @@ class _Reader:
 
 
 def _describe_value(value: Any, text: str) -> str:
-    """A value as it was given, `text`, with the name of its kind when that is what is wrong with it."""
+    """Return a value as given, `text`, with the name of its kind if that is the mistake."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -388,7 +388,7 @@ def read_dataclass(cls: type[_T], value: Any, written: Mapping[str, Written] | N
 
 
 def to_plain(value: Any) -> Any:
-    """The value in dicts, lists and scalars only, ready for YAML or JSON."""
+    """Return the value as dicts, lists and scalars, for YAML or JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -404,7 +404,7 @@ def hash_json(value: object) -> str:
 
 
 def range_problems(config: Any, prefix: str = "") -> Iterator[Problem]:
-    """One problem for every number that lies outside the bounds of its own note."""
+    """Yield a problem for every number outside its bounds."""
     for item in fields(config):
         value = getattr(config, item.name)
         key = f"{prefix}{item.name}"

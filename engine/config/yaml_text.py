@@ -1,4 +1,4 @@
-"""YAML of configurations: a plain scalar means what it means on the command line.
+"""YAML of configurations, in which a plain scalar means the same as on the command line.
 
 PyYAML reads YAML 1.1, which changes what people write: 12:00:00 is 43200, `no` and `off` are false, 0100 is 64 and
 2026-01-01 a date. Here a plain scalar is null, true, false or a number where Hydra's grammar of overrides says so (as
@@ -46,7 +46,7 @@ def _resolvers(*, with_empty: bool = True) -> dict[str | None, list[tuple[str, r
 
 
 class _Constructors:
-    """What both loaders share: which scalars are numbers, and no key twice."""
+    """Rules of both loaders: which scalars are numbers, and no duplicate keys."""
 
     yaml_implicit_resolvers = _resolvers()
     # Dates, sets and Python objects have no place in a configuration: an explicit tag for them is an error.
@@ -68,7 +68,7 @@ class _Constructors:
 
 
 class _SafeLoader(_Constructors, yaml.SafeLoader):
-    """In Python, with a limit of nesting."""
+    """The loader in Python, with a nesting limit."""
 
 
 # In C where PyYAML was built with libyaml: eight times faster.
@@ -90,12 +90,12 @@ for _letter, _more in _resolvers(with_empty=False).items():
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a configuration file without its byte order mark, which editors on Windows write."""
+    """Read a configuration file without the byte order mark that editors on Windows write."""
     return Path(path).read_text(encoding="utf-8-sig")
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text says. Raises yaml.YAMLError, and RecursionError for what is nested without end."""
+    """Parse YAML. Raises yaml.YAMLError, and RecursionError for too deep nesting."""
     loader = _loader(text)
     try:
         node = loader.get_single_node()
@@ -107,7 +107,7 @@ def load_yaml(text: str) -> Any:
 
 
 def written_values(text: str, file: str = "") -> dict[str, Written]:
-    """Dotted key (`data.paths[0]` in lists) -> where and how each value of a YAML text was written.
+    """Return for each dotted key (`data.paths[0]` in lists) where and how its value was written in a YAML text.
 
     Raises yaml.YAMLError, also for a value that contains itself.
     """
@@ -149,7 +149,7 @@ def _walk(node: yaml.Node, key: str, above: tuple[int, ...]) -> Iterator[tuple[s
 
 
 def yaml_problem(error: Exception, text: str = "") -> str:
-    """What is wrong with a YAML text, with its line and what to do: `line 3: ...`."""
+    """Describe an error of a YAML text with its line and a remedy: `line 3: ...`."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)

@@ -1,4 +1,4 @@
-"""Whether tokens are those that the weights of model.init_from were trained with."""
+"""Checks that the tokens of a run are those that the weights of model.init_from were trained with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.pretrained.resolve import probe_digest
 
 
 def tokenizer_problem(config: RunConfig, prepared: Path | None = None) -> str | None:
-    """One sentence when the tokens of a run are not those of its model.init_from; None when they are, or none is known.
+    """Return the problem if the tokens of a run are not those of its model.init_from; None if they agree.
 
     A folder without a tokenizer agrees with any. Of prepared shards their tokenizer.json counts; shards without one
     agree with any.
@@ -56,7 +56,7 @@ def bytes_problem(config: RunConfig, folder: Path) -> str | None:
 
 
 def vocabulary_problem(config: RunConfig, vocab_size: int) -> str | None:
-    """One sentence when a tokenizer has more ids (`vocab_size`) than the model has rows of embeddings."""
+    """Return the problem if a tokenizer has more ids (`vocab_size`) than the model has embeddings; else None."""
     rows = config.model.vocab_size
     if vocab_size <= rows:
         return None

@@ -1,10 +1,10 @@
-"""Tokenises a corpus: survey, tokenizer, token sets of both splits; streaming, so memory stays bounded.
+"""Tokenises a corpus into token sets of both splits, as a stream with bounded memory: survey, tokenizer, encode.
 
-Which text trains and which validates is decided by document, by a hash of its content, the same everywhere: documents
-are ordered by the hash of their text (of its first chunk, if it is long) and go to validation until that holds the
-wanted fraction of all bytes; the rest trains. So equal documents land on the same side. Two exceptions keep both sides
-alive: hash values that carry more than half of all text always train, and if that leaves nothing for validation, it
-gets the first document. A corpus of a single document is cut by position: its last bytes validate.
+The split is by document and by a hash of its content, equal on all machines: documents are ordered by the hash of their
+text (of its first chunk, if it is long) and go to validation until it has the configured fraction of all bytes; the
+rest is for training. So equal documents are in the same split. Two exceptions keep both splits non-empty: hash values
+with more than half of all text always go to training, and if validation is empty it gets the first document. A corpus
+of a single document is split by position: its last bytes are for validation.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ TRAIN: SplitName = "train"
 VALIDATION: SplitName = "validation"
 Stage = Literal["waiting", "survey", "tokenizer", "encode"]
 
-_BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each
+_BUCKETS = 1 << 16  # number of hash values
 _REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one stage has come. Stages: waiting (another process prepares), survey, tokenizer, encode."""
+    """Progress of one stage: waiting (for another process that prepares), survey, tokenizer or encode."""
 
     stage: Stage
-    text_bytes: int = 0  # UTF-8 bytes of text that this stage has read
-    total_text_bytes: int | None = None  # known once the survey is over
+    text_bytes: int = 0  # UTF-8 bytes of text read in this stage
+    total_text_bytes: int | None = None  # known after the survey
 
 
 ProgressCallback = Callable[[Progress], None]
 
 
 def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> Problems:
-    """Fill the empty folder `work` with the token sets of both splits and their tokenizer. Returns what was skipped."""
+    """Write the token sets of both splits and their tokenizer to the empty folder `work`; return the skipped rows."""
     tokenizer: Tokenizer | None = ByteTokenizer() if config.tokenizer == ByteTokenizer.name else None
     if config.tokenizer_path is not None:
         tokenizer = load_tokenizer_file(config.tokenizer_path, verify=True)
@@ -75,18 +75,18 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
             name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids, learns_ends=not is_chat))
             for name in (TRAIN, VALIDATION)
         }
-        begun: deque[SplitName] = deque()  # of chunks that are read, in the order in which documents begin
+        splits: deque[SplitName] = deque()  # splits of the documents read so far that were not encoded yet
 
         def noted(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[TextChunk]:
             for name, chunk in chunks:
                 if chunk.begins:
-                    begun.append(name)
+                    splits.append(name)
                 yield chunk
 
         chunks = noted(split(read("encode", total), documents, sizes, fraction))
         for part in encode_documents(chunks, tokenizer, bos_ids, is_chat=is_chat):
             if part.begins:
-                name = begun.popleft()
+                name = splits.popleft()
             writers[name].append(part.ids, part.is_prompt, part.text_bytes, begins_document=part.begins)
         for name, writer in writers.items():
             if writer.text_bytes == 0:
@@ -101,7 +101,7 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
 def _reported(
     chunks: Iterable[TextChunk], stage: Stage, total: int | None, progress: ProgressCallback
 ) -> Iterator[TextChunk]:
-    """`chunks`, told a few times per second and at their end."""
+    """Yield `chunks`, reporting progress a few times per second and at the end."""
     done, next_s = 0, 0.0
     for chunk in chunks:
         yield chunk
@@ -116,7 +116,7 @@ def _reported(
 
 
 def survey(chunks: Iterable[TextChunk]) -> tuple[int, npt.NDArray[np.int64]]:
-    """(how many documents there are, how their bytes spread over hash values, [_BUCKETS])."""
+    """Return the number of documents and the bytes of text per hash value, [_BUCKETS] int64."""
     documents, sizes = 0, np.zeros(_BUCKETS, dtype=np.int64)
     for bucket, chunk in _hashed(chunks):
         documents += chunk.begins
@@ -125,7 +125,7 @@ def survey(chunks: Iterable[TextChunk]) -> tuple[int, npt.NDArray[np.int64]]:
 
 
 def _hashed(chunks: Iterable[TextChunk]) -> Iterator[tuple[int, TextChunk]]:
-    """Each with its document's number in [0, _BUCKETS), which depends on nothing but the text."""
+    """Yield each chunk with its document's hash value in [0, _BUCKETS), which depends on the text alone."""
     bucket = 0
     for chunk in chunks:
         if chunk.begins:
@@ -136,9 +136,14 @@ def _hashed(chunks: Iterable[TextChunk]) -> Iterator[tuple[int, TextChunk]]:
 def split(
     chunks: Iterable[TextChunk], documents: int, sizes: npt.NDArray[np.int64], fraction: float
 ) -> Iterator[tuple[SplitName, TextChunk]]:
-    """Each chunk of the corpus of which `survey` found this with its side, by the rule above; 0 < fraction < 1.
+    """Yield each chunk of the corpus with its split, by the rule above.
 
-    A document cut by position becomes a document on either side.
+    A document that is split by position becomes a document of each split.
+
+    Args:
+        chunks: The corpus.
+        documents, sizes: What `survey` returned for it.
+        fraction: Of the text for validation, between 0 and 1.
     """
     total = int(sizes.sum())
     if documents == 1:
@@ -159,7 +164,7 @@ def split(
 
 
 def _cut(chunks: Iterable[TextChunk], train_bytes: int) -> Iterator[tuple[SplitName, TextChunk]]:
-    """The single document of `chunks` cut after `train_bytes`, or before the character that lies across the cut."""
+    """Split the single document of `chunks` after `train_bytes`, or before the character that spans the boundary."""
     left, begins = train_bytes, True
     for chunk in chunks:
         head, tail = chunk.cut(max(0, left))

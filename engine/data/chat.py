@@ -1,4 +1,4 @@
-"""Conversations: checked, rendered by a chat template, and cut into what the assistant says and what it reads.
+"""Conversations: checked, rendered by a chat template, and split into the assistant's text (labels) and the rest.
 
 Chat templates are Jinja programs as Hugging Face writes them. A template is somebody else's program, so it runs in
 Jinja's sandbox, which lets it neither change what it is given nor reach into Python. {% generation %} ...
@@ -37,7 +37,7 @@ from engine.pretrained.folder import (
 
 CHATML = "chatml"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_EDGE = 32  # characters by which the end of a message is known again
+_EDGE = 32  # characters by which the end of a message is recognised
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
@@ -70,145 +70,147 @@ class ChatTemplate:
 
     @property
     def content_hash(self) -> str:
-        """Equal for templates that render the same conversation to the same text (but for the time of day)."""
+        """Hash that is equal for templates that render conversations alike (except the time of day)."""
         own = {"source": self.source, "special_tokens": dict(self.special_tokens)}
         return hash_json(own if self.with_tools is None else {**own, "with_tools": self.with_tools.source})
 
-    def render_chat(self, conversation: Conversation, place: str) -> tuple[str, Spans]:
-        """(the text of `conversation`, what of it is learned).
+    def render_chat(self, conversation: Conversation, location: str) -> tuple[str, Spans]:
+        """Return the text of `conversation` and the spans of its labels.
 
         A template with {% generation %} blocks says itself what the assistant says. Of any other the turns are found
         by rendering: up to a turn with the generation prompt, then with the turn; what was added is the turn. White
         space after the mark that ends a turn is no part of it: a model that writes the mark is done. Raises DataError,
-        which begins with `place`, when the template leaves out a part of the conversation, and when a turn cannot be
+        which begins with `location`, when the template leaves out a part of the conversation, and when a turn cannot be
         found in the text.
         """
         if conversation.tools is not None and self.with_tools is not None:
-            return self.with_tools.render_chat(conversation, place)
-        self._check_variables(conversation, place)
+            return self.with_tools.render_chat(conversation, location)
+        self._check_variables(conversation, location)
         if self.name == CHATML:
-            self._check_contents(conversation, place)
-        text = self.render(conversation, place)
-        marks = _unused_characters(text, 3)
-        traced, units = trace(conversation, marks[2])
+            self._check_contents(conversation, location)
+        text = self.render(conversation, location)
+        delimiters = _unused_characters(text, 3)
+        traced, units = trace(conversation, delimiters[2])
         try:
-            traced_text = self.render(traced, place, marks=marks[:2])
+            traced_text = self.render(traced, location, delimiters=delimiters[:2])
         except DataError:  # a template may refuse the longer texts
             traced_text = ""
         learned: Spans | None = None
         if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source):
-            blocks = self._blocks(conversation, text, marks, place)
+            blocks = self._blocks(conversation, text, delimiters, location)
             if not all(conversation.learned[index] for index in _turns(conversation)):
-                traced_blocks = [block.split(marks[1])[0] for block in traced_text.split(marks[0])[1:]]
-                owners = [{units[tag].message for tag in _tags(block, marks[2])} for block in traced_blocks]
-                blocks = self._learned_blocks(conversation, blocks, owners, place)
+                traced_blocks = [block.split(delimiters[1])[0] for block in traced_text.split(delimiters[0])[1:]]
+                owners = [{units[tag].message for tag in _tags(block, delimiters[2])} for block in traced_blocks]
+                blocks = self._learned_blocks(conversation, blocks, owners, location)
             learned = tuple((first, after) for first, after in blocks if first < after)
         if learned != ():
-            self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
+            self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, delimiters[2])}, location)
         if learned is None:  # after the check, whose message is the better one
-            learned = self._turn_spans(conversation, text, place)
+            learned = self._turn_spans(conversation, text, location)
         if not learned:
-            raise self._unusable(place, "renders nothing that the assistant says. Give the assistant a text")
+            raise self._unusable(location, "renders nothing that the assistant says. Give the assistant a text")
         return text, learned
 
     def render(
-        self, conversation: Conversation, place: str, *, prompts: bool = False, marks: Sequence[str] = ("", "")
+        self, conversation: Conversation, location: str, *, prompts: bool = False, delimiters: Sequence[str] = ("", "")
     ) -> str:
-        """The text of `conversation`; prompts: with the beginning of an answer. marks: around generation blocks.
+        """The text of `conversation`; prompts: with the beginning of an answer. delimiters: around generation blocks.
 
-        Raises DataError, which begins with `place`, when the template refuses it or fails.
+        Raises DataError, which begins with `location`, when the template refuses it or fails.
         """
         given: dict[str, Any] = {
             "messages": [*as_transformers_passes(conversation.messages)],
             "tools": None if conversation.tools is None else [*conversation.tools],
             "documents": None if conversation.documents is None else [*conversation.documents],
-            _BEGIN: marks[0],
-            _END: marks[1],
+            _BEGIN: delimiters[0],
+            _END: delimiters[1],
             "add_generation_prompt": prompts,
         }
         template = self._compiled
         try:
             return template.render({**self.special_tokens, **conversation.template_kwargs, **given})
-        except Exception as error:  # somebody else's program: anything may go wrong in it
-            why = f"cannot render these messages: {_said(error)}. Mend the line or the template"
-            raise self._unusable(place, why) from None
+        except Exception as error:  # a template is foreign code that may raise anything
+            why = f"cannot render these messages: {_error_text(error)}. Mend the line or the template"
+            raise self._unusable(location, why) from None
 
     def check_syntax(self) -> None:
-        """Raises DataError, with file and line, for a template that is not valid Jinja."""
+        """Raise DataError, with file and line, for a template that is not valid Jinja."""
         for template in filter(None, (self, self.with_tools)):
             _ = template._compiled
 
-    def _check_variables(self, conversation: Conversation, place: str) -> None:
-        """Raises DataError for settings of the template that it does not read, and for those that do not reach it."""
+    def _check_variables(self, conversation: Conversation, location: str) -> None:
+        """Raise DataError for template settings that the template does not read or that do not reach it."""
         compiled = self._compiled
         variables = meta.find_undeclared_variables(compiled.environment.parse(self.source))
         for key in conversation.template_kwargs.keys() - variables:
-            raise self._unusable(place, f"has no variable {key!r}, which chat_template_kwargs sets. Leave it out")
+            raise self._unusable(location, f"has no variable {key!r}, which chat_template_kwargs sets. Leave it out")
         lost = conversation.columns & (variables - compiled.environment.globals.keys() - _GIVEN)
         for key in sorted(lost - conversation.template_kwargs.keys()):
             why = f"reads {key!r}, which the row has beside its messages. Write it into chat_template_kwargs of the row"
-            raise self._unusable(place, why)
+            raise self._unusable(location, why)
 
-    def _check_contents(self, conversation: Conversation, place: str) -> None:
-        """Raises DataError for a message without the content that `chatml` writes, by what it has in its place."""
+    def _check_contents(self, conversation: Conversation, location: str) -> None:
+        """Raise DataError for a message without the content that `chatml` writes, naming what it has instead."""
         for index, message in enumerate(conversation.messages):
             if message.get("content") is None:
                 keys = ", ".join(key for key, value in message.items() if key != "role" and value)
                 why = f"has no form for {keys} of message {index}, which has no content. Use the model's own template"
-                raise self._unusable(place, why)
+                raise self._unusable(location, why)
 
     def _check_nothing_lost(
-        self, conversation: Conversation, text: str, units: Sequence[Unit], seen: Set[int], place: str
+        self, conversation: Conversation, text: str, units: Sequence[Unit], seen: Set[int], location: str
     ) -> None:
-        """Raises DataError for a unit that the trace did not show and without which the text is the same."""
+        """Raise DataError for a unit that is not in the traced text and whose removal does not change the text."""
         for number, unit in enumerate(units):
             if number in seen:
                 continue
             try:
-                is_lost = self.render(unit.removed_from(conversation), place) == text
-            except DataError:  # the template asks for it, so it reads it
+                is_lost = self.render(unit.removed_from(conversation), location) == text
+            except DataError:  # the template requires it, so it reads it
                 continue
-            if is_lost and self._keeps_at_end(conversation, unit, place):
+            if is_lost and self._survives_at_end(conversation, unit, location):
                 what = "reasoning" if unit.is_beginning else unit.key
                 raise self._unusable(
-                    place,
+                    location,
                     f"leaves out {unit}, so it would be lost, but keeps it in a row that ends with that message. Write "
                     f"a row for each answer, in which the answers before it have weight 0 and no {what}",
                 )
             if is_lost:
-                raise self._unusable(place, f"leaves out {unit}, so it would be lost. Remove it from the row")
+                raise self._unusable(location, f"leaves out {unit}, so it would be lost. Remove it from the row")
 
-    def _keeps_at_end(self, conversation: Conversation, unit: Unit, place: str) -> bool:
-        """Whether this part of an assistant's message would reach the text if the conversation ended with it."""
+    def _survives_at_end(self, conversation: Conversation, unit: Unit, location: str) -> bool:
+        """Return whether this part of an assistant's message would be in the text if the conversation ended with it."""
         if unit.message not in _turns(conversation)[:-1]:
             return False
         part = conversation.until(unit.message + 1)
         try:
-            return self.render(unit.removed_from(part), place) != self.render(part, place)
+            return self.render(unit.removed_from(part), location) != self.render(part, location)
         except DataError:  # a template may refuse such a conversation
             return False
 
-    def _blocks(self, conversation: Conversation, text: str, marks: Sequence[str], place: str) -> list[tuple[int, int]]:
-        """Characters [first, after) of each generation block, ascending."""
-        rendered = self.render(conversation, place, marks=marks[:2])
-        chunks = re.split("([{}{}])".format(*marks[:2]), rendered)
-        if "".join(chunks[::2]) != text or chunks[1::2] != [*marks[:2]] * (len(chunks) // 4):
+    def _blocks(
+        self, conversation: Conversation, text: str, delimiters: Sequence[str], location: str
+    ) -> list[tuple[int, int]]:
+        """Return the characters [first, after) of each generation block, ascending."""
+        rendered = self.render(conversation, location, delimiters=delimiters[:2])
+        chunks = re.split("([{}{}])".format(*delimiters[:2]), rendered)
+        if "".join(chunks[::2]) != text or chunks[1::2] != [*delimiters[:2]] * (len(chunks) // 4):
             raise self._unusable(
-                place,
+                location,
                 "changes or nests its generation blocks, so what the assistant says is not known. Output the blocks as "
                 "they are",
             )
         edges = accumulate(map(len, chunks[::2]), initial=0)
-        return list(pairwise(edges))[1::2]  # chunks alternate: read, said, read, ..., read
+        return list(pairwise(edges))[1::2]  # chunks alternate between outside and inside of blocks
 
     def _learned_blocks(
         self,
         conversation: Conversation,
         blocks: Sequence[tuple[int, int]],
         owners: Sequence[Set[int | None]],
-        place: str,
+        location: str,
     ) -> list[tuple[int, int]]:
-        """Those of the generation blocks that are learned; owners: of each, the messages whose text it holds."""
+        """Return the generation blocks that are labels; owners: for each the messages whose text it contains."""
         turns, kept = _turns(conversation), []
         for index, block in enumerate(blocks):
             found: Set[int | None] = owners[index] if len(owners) == len(blocks) else set()
@@ -217,15 +219,15 @@ class ChatTemplate:
             learned = {owner is not None and conversation.learned[owner] for owner in found}
             if len(learned) != 1:
                 raise self._unusable(
-                    place,
+                    location,
                     "does not write a generation block for each message, so which to learn is not known, but some are "
                     "marked as not learned. Write a block for each message",
                 )
             kept += [block] * learned.pop()
         return kept
 
-    def _turn_spans(self, conversation: Conversation, text: str, place: str) -> Spans:
-        """Characters [first, after) of each learned turn in `text`, found by rendering up to it and then with it.
+    def _turn_spans(self, conversation: Conversation, text: str, location: str) -> Spans:
+        """Return the characters [first, after) of each labelled turn, found by rendering up to it and then with it.
 
         An earlier turn may lack what a template writes only before the content of the last one: Qwen 3 begins the last
         turn with a <think> block, even an empty one, and none before it.
@@ -234,15 +236,15 @@ class ChatTemplate:
         for index, message in enumerate(conversation.messages):
             if not conversation.learned[index]:
                 continue
-            prompt = self.render(conversation.until(index), place, prompts=True)
-            with_turn = self.render(conversation.until(index + 1), place)
+            prompt = self.render(conversation.until(index), location, prompts=True)
+            with_turn = self.render(conversation.until(index + 1), location)
             first = self._turn_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
             content, last_turn = _last_text(message), with_turn[len(prompt) :]
             last_turn = last_turn[: _turn_length(last_turn, content)]
             length = None if first is None else _length_in(text[first:], last_turn, content)
             if first is None or length is None:
                 raise self._unusable(
-                    place,
+                    location,
                     f"renders earlier messages another way once message {index} is there, so what the assistant says "
                     "cannot be found. Put {% generation %} ... {% endgeneration %} around it in the template",
                 )
@@ -251,7 +253,7 @@ class ChatTemplate:
         return tuple(spans)
 
     def _turn_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
-        """The character of `text` where the turn of message `index` begins; None where that is not known.
+        """Return the character of `text` at which the turn of message `index` begins; None if unknown.
 
         prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
         earlier turns differ or lack a part of the generation prompt (<think>), the turn begins where its content does:
@@ -272,12 +274,12 @@ class ChatTemplate:
         is_known = has_content and text.startswith(before) and prompt.startswith(earlier)
         return len(before) if is_known and any(ends) else None
 
-    def _unusable(self, place: str, why: str) -> DataError:
-        return DataError(f"{place}: the chat template {self.name} {why}, or give another data.chat_template.")
+    def _unusable(self, location: str, why: str) -> DataError:
+        return DataError(f"{location}: the chat template {self.name} {why}, or give another data.chat_template.")
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        # What templates of Hugging Face are written for: these block rules, filters and functions.
+        # Templates of Hugging Face expect these block rules, filters and functions.
         extensions: list[str | type[Extension]] = [_GenerationBlocks, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
@@ -286,11 +288,11 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise self._unusable(f"line {error.lineno}", f"is not valid Jinja: {_said(error)}. Mend it") from None
+            raise self._unusable(f"line {error.lineno}", f"is not valid Jinja: {_error_text(error)}. Mend it") from None
 
 
 class _GenerationBlocks(Extension):
-    """{% generation %}: puts the variables _BEGIN and _END around what the block outputs."""
+    """{% generation %}: outputs the variables _BEGIN and _END around the block."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 
@@ -313,59 +315,59 @@ def _to_json(
 
 
 def _unused_characters(text: str, number: int) -> list[str]:
-    """Characters that `text` does not have. Unicode sets those from U+FDD0 on aside for programs."""
+    """Return characters that are not in `text`; Unicode reserves those from U+FDD0 on for internal use."""
     return [*islice((mark for mark in map(chr, count(0xFDD0)) if mark not in text), number)]
 
 
 def _tags(text: str, tag: str) -> list[int]:
-    """Numbers of the units whose tags `text` has."""
+    """Return the numbers of the units whose tags are in `text`."""
     return [int(number) for number in re.findall(f"{tag}(\\d+){tag}", text)]
 
 
 def _turns(conversation: Conversation) -> list[int]:
-    """Indexes of the assistant's messages."""
+    """Return the indexes of the assistant's messages."""
     return [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
 def _last_text(message: Message) -> str:
-    """What comes last of the text of a message, as far as it is known here."""
+    """Return the end of the text of a message, as far as it is known."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else content[-1]["text"]
 
 
-def _said(error: Exception) -> str:
-    """One line of what an error says, without a full stop."""
+def _error_text(error: Exception) -> str:
+    """Return an error's text as one line without a full stop."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _turn_length(turn: str, content: str) -> int:
-    """Characters of `turn` without the white space that follows the mark of its end, if it has such a mark."""
-    said = content.strip()  # what some templates make of it
-    found = turn.find(said)
-    has_mark = found < 0 or turn[found + len(said) :].strip() != ""
+    """Return the length of `turn` without the white space after its end marker, if it has one."""
+    stripped = content.strip()  # as some templates render it
+    found = turn.find(stripped)
+    has_mark = found < 0 or turn[found + len(stripped) :].strip() != ""
     return len(turn.rstrip()) if has_mark else len(turn)
 
 
 def _length_in(rest: str, last_turn: str, content: str) -> int | None:
-    """Characters of the turn that `rest` begins with; None if it begins with another one.
+    """Return the length of the turn at the start of `rest`; None if `rest` starts with another one.
 
     last_turn: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
     to the content, or up to some place before that. Only white space may stand in the place of the beginning.
     """
     if rest.startswith(last_turn):
         return len(last_turn)
-    said = content.strip()
+    stripped = content.strip()
     blanks = len(rest) - len(rest.lstrip())
-    for first in range(len(last_turn) + 1 - max(len(said), 1)):
+    for first in range(len(last_turn) + 1 - max(len(stripped), 1)):
         if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
             ending = last_turn[first:]
-            if rest.startswith(ending, blanks) and said in ending:
+            if rest.startswith(ending, blanks) and stripped in ending:
                 return blanks + len(ending)
     return None
 
 
 def find_template(config: DataConfig) -> ChatTemplate:
-    """The template that `config` names: built in, a file, or the one of the tokenizer's folder. Raises DataError."""
+    """Load the configured template: built in, a file, or that of the tokenizer's folder. Raises DataError."""
     path = config.tokenizer_path
     files = None if path is None else open_tokenizer(path.absolute())
     tokens = {} if files is None else files.special_tokens
@@ -385,9 +387,9 @@ def find_template(config: DataConfig) -> ChatTemplate:
 
 
 def folder_template(files: TokenizerFiles) -> ChatTemplate | None:
-    """The template of a tokenizer's folder, None where it has no default one. Raises DataError for unreadable files."""
+    """Load the template of a tokenizer's folder, None without a default one. Raises DataError for unreadable files."""
     named = {
-        name: ChatTemplate(source.place, source.text, files.special_tokens)
+        name: ChatTemplate(source.location, source.text, files.special_tokens)
         for name, source in files.chat_templates.items()
     }
     # The name by which transformers, too, finds the template of conversations with tools.

@@ -1,4 +1,4 @@
-"""Rows of conversation data: what a row says beyond role and content is honoured, or the row is refused by name.
+"""Rows of conversation data: every key beyond role and content is honoured, or the row is refused by name.
 
     messages               under data.messages_field; every key of a message goes to the template
     tools, documents,      under these names, as transformers' apply_chat_template takes them; a JSON text of one, as
@@ -34,7 +34,7 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: what a template renders, and which of the messages are learned.
+    """One row: what a template renders, and which messages are labels.
 
     learned: per message; only an assistant's can be. columns: the other keys of the row that hold a value.
     """
@@ -47,7 +47,7 @@ class Conversation:
     columns: frozenset[str] = frozenset()
 
     def until(self, count: int) -> Conversation:
-        """The conversation with its first `count` messages alone."""
+        """Return the conversation with its first `count` messages only."""
         return replace(self, messages=self.messages[:count], learned=self.learned[:count])
 
 
@@ -64,31 +64,31 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 parse_json = json.JSONDecoder(object_pairs_hook=_unique_keys).decode
 
 
-def read_conversation(row: Mapping[str, Any], messages: list[Any], place: str) -> Conversation:
-    """The conversation of `row`, whose messages these are. place: FILE:LINE.
+def read_conversation(row: Mapping[str, Any], messages: list[Any], location: str) -> Conversation:
+    """Build the conversation of `row` from its messages. location: FILE:LINE.
 
     Raises DataError for what are no messages, marks that disagree, and values of another form.
     """
     for key in row.keys() & _RENAMED.keys():
         if row[key]:
-            raise _bad(place, f"the row has {key!r}, which no template gets. Write it as {_RENAMED[key]}")
-    if _learning_mark(row, f"{place}: the row") is False:
-        raise _bad(place, "the row is marked as not learned. Leave such lines out")
+            raise _bad(location, f"the row has {key!r}, which no template gets. Write it as {_RENAMED[key]}")
+    if _learning_mark(row, f"{location}: the row") is False:
+        raise _bad(location, "the row is marked as not learned. Leave such lines out")
     for index, message in enumerate(messages):
-        _check_message(message, f"{place}: message {index}")
-    learned = tuple(_is_learned(message, f"{place}: message {index}") for index, message in enumerate(messages))
+        _check_message(message, f"{location}: message {index}")
+    learned = tuple(_is_learned(message, f"{location}: message {index}") for index, message in enumerate(messages))
     if not any(message["role"] == "assistant" for message in messages):
         raise _bad(
-            place,
+            location,
             f"the assistant says nothing in its {len(messages)} messages, so nothing would be learned. "
             "Leave such lines out",
         )
     if not any(learned):
-        raise _bad(place, "every message of the assistant is marked as not learned. Leave such lines out")
-    tools, documents, kwargs = (_table(row, key, place) for key in _TABLE_KEYS)
+        raise _bad(location, "every message of the assistant is marked as not learned. Leave such lines out")
+    tools, documents, kwargs = (_table(row, key, location) for key in _TABLE_KEYS)
     for key in kwargs or ():
         if key in _RESERVED:
-            raise _bad(place, f"chat_template_kwargs sets {key!r}, which the row itself gives. Leave it out")
+            raise _bad(location, f"chat_template_kwargs sets {key!r}, which the row itself gives. Leave it out")
     columns = frozenset(key for key, value in row.items() if value is not None) - _TABLE_KEYS.keys()
     return Conversation(
         tuple(messages),
@@ -100,35 +100,35 @@ def read_conversation(row: Mapping[str, Any], messages: list[Any], place: str) -
     )
 
 
-def _bad(place: str, why: str) -> DataError:
-    return DataError(f"{place}: {why}.")
+def _bad(location: str, why: str) -> DataError:
+    return DataError(f"{location}: {why}.")
 
 
 def _bad_mark(owner: str, why: str) -> DataError:
     return DataError(f"{owner} {why}.")
 
 
-def _check_message(message: Any, place: str) -> None:
+def _check_message(message: Any, location: str) -> None:
     if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
         raise DataError(
-            f"{place} is {message!r:.80}, in the form of ShareGPT; expected the keys role and content. Convert it: "
+            f"{location} is {message!r:.80}, in the form of ShareGPT; expected the keys role and content. Convert it: "
             "from becomes role (human: user, gpt: assistant; system and tool stay), value becomes content."
         )
     if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message["role"]):
         raise DataError(
-            f"{place} is {message!r:.80}; expected an object with a role and a content. Mend the line or leave it out."
+            f"{location} is {message!r:.80}; expected an object with role and content. Mend the line or leave it out."
         )
     content = message.get("content")
     if content is None:
         if any(message.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS)):
             return
         raise DataError(
-            f"{place} is {message!r:.80}; expected a string as content, which only a message with tool_calls may lack. "
+            f"{location} is {message!r:.80}; expected a string as content; only a message with tool_calls may lack it. "
             'Mend the line, write "" for an empty text, or leave the line out.'
         )
     if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_text_part, content))):
         raise DataError(
-            f"{place} is {message!r:.80}; expected a string as content, or a list of parts "
+            f"{location} is {message!r:.80}; expected a string as content, or a list of parts "
             '{"type": "text", "text": ...}. Mend the line or leave it out.'
         )
 
@@ -137,35 +137,35 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _is_learned(message: Message, place: str) -> bool:
-    mark, is_assistant = _learning_mark(message, place), message["role"] == "assistant"
+def _is_learned(message: Message, location: str) -> bool:
+    mark, is_assistant = _learning_mark(message, location), message["role"] == "assistant"
     if mark and not is_assistant:
         raise _bad_mark(
-            place,
+            location,
             f"has the role {message['role']!r} and is marked to be learned, but only messages of the "
             "assistant are. Remove the mark, or leave the line out",
         )
     return is_assistant and mark is not False
 
 
-def _learning_mark(record: Mapping[str, Any], place: str) -> bool | None:
-    """What the keys of LEARNING_KEYS say; None where there is none. Raises DataError unless all say the same."""
+def _learning_mark(record: Mapping[str, Any], location: str) -> bool | None:
+    """Return the value of the keys of LEARNING_KEYS, None if there is none. Raises DataError if they disagree."""
     marks = {key: record[key] for key in record if key in LEARNING_KEYS and record[key] is not None}
     for key, value in marks.items():
         if not (isinstance(value, bool | int | float) and value in (0, 1)):
             raise _bad_mark(
-                place,
+                location,
                 f"has {key}={value!r}; expected 0 or false (read, not learned), or 1 or true. Parts and "
                 "other weights are not implemented: mend the line or leave it out",
             )
     if len({bool(value) for value in marks.values()}) > 1:
         listed = " and ".join(f"{key}={value!r}" for key, value in marks.items())
-        raise _bad_mark(place, f"has {listed}, which contradict each other. Keep one of them")
+        raise _bad_mark(location, f"has {listed}, which contradict each other. Keep one of them")
     return bool(next(iter(marks.values()))) if marks else None
 
 
-def _table(row: Mapping[str, Any], key: str, place: str) -> Any:
-    """The value under `key` of a row, decoded where it is stored as JSON; None where there is none."""
+def _table(row: Mapping[str, Any], key: str, location: str) -> Any:
+    """Return the value under `key` of a row, decoded if it is JSON text; None if there is none."""
     value: Any = row.get(key)
     kind: Any = _TABLE_KEYS[key]
     if isinstance(value, str):
@@ -177,7 +177,7 @@ def _table(row: Mapping[str, Any], key: str, place: str) -> Any:
         return None
     if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
         what = "an object" if kind is dict else "a list of objects"
-        raise _bad(place, f"{key!r} is {value!r:.60}; expected {what}, or the JSON text of it. Mend the line")
+        raise _bad(location, f"{key!r} is {value!r:.60}; expected {what}, or the JSON text of it. Mend the line")
     return value
 
 
@@ -203,7 +203,7 @@ class Unit:
         return f"{part}{self.key}{item} of " + ("the row" if self.message is None else f"message {self.message}")
 
     def removed_from(self, conversation: Conversation) -> Conversation:
-        """The conversation without it."""
+        """Return the conversation without this part."""
         if self.message is None:
             return replace(conversation, **{self.key: self._rest(getattr(conversation, self.key))})
         changed = dict(conversation.messages[self.message])
@@ -251,7 +251,7 @@ def trace(conversation: Conversation, tag: str) -> tuple[Conversation, list[Unit
 
 
 def _text_of(content: Any) -> str:
-    """The text of a content, or of a part of one."""
+    """Return the text of a content, or of a part of one."""
     return content if isinstance(content, str) else content["text"]
 
 
@@ -271,7 +271,7 @@ def _must_be_rendered(message: Message, key: str) -> bool:
 
 
 def _tagged(value: Any, tag: str) -> Any:
-    """`value` with `tag` after each of its strings, but for those that templates compare or check the length of."""
+    """Return `value` with `tag` after each string, except those that templates compare or check the length of."""
     if isinstance(value, str):
         return value + tag
     if isinstance(value, dict):
@@ -280,7 +280,7 @@ def _tagged(value: Any, tag: str) -> Any:
 
 
 def as_transformers_passes(messages: tuple[Message, ...]) -> Iterator[Message]:
-    """The messages as apply_chat_template gives them to a template: without nulls, reasoning under all its names."""
+    """Return the messages as apply_chat_template passes them: without nulls, reasoning under all its names."""
     for message in messages:
         known = {key: value for key, value in message.items() if value is not None}
         reasoning = next((known[key] for key in REASONING_KEYS if key in known), None)

@@ -1,4 +1,4 @@
-"""Token ids of documents of any length in bounded memory: those of the whole text, wherever it comes in chunks.
+"""Encodes documents of any length in bounded memory; ids equal those of the whole text, however it is chunked.
 
 A long document is encoded in windows that overlap. Ids near the edge of a window may be others than those of the whole
 text: tokenizers put a space before a text, cut words by what follows, or join letters over the edge. So two windows
@@ -31,7 +31,7 @@ OVERLAP_CHARS = 8192
 AGREED_TOKENS = 32
 # Equal tokens prove little where a text repeats itself.
 _DISTINCT_TOKENS = 4
-_GROUP_BYTES = 4 << 20  # of windows that are encoded together, on all cores
+_GROUP_BYTES = 4 << 20  # bytes of windows that are encoded together, on all cores
 _GROUP_WINDOWS = 4096
 
 
@@ -39,8 +39,11 @@ _GROUP_WINDOWS = 4096
 class Encoded:
     """Consecutive tokens of a document.
 
-    ids: int64 [tokens]. is_prompt: which of them are read but not learned, bool [tokens]. text_bytes: of the text that
-    was read for them. begins: its document does, here.
+    Attributes:
+        ids: [tokens] int64.
+        is_prompt: Which of them get no label, [tokens] bool.
+        text_bytes: Bytes of their text.
+        begins: Whether these are the first tokens of the document.
     """
 
     ids: Ids
@@ -53,9 +56,13 @@ class Encoded:
 class _Window:
     """Consecutive text of a document, from its character `start` on.
 
-    is_last: the document ends with it. first: its tokens before this one are out. ids, offsets, word_starts: as of
-    `TokenSpans`, characters counted from the document's beginning; offsets are null where nothing needs them. wanted:
-    with so many characters it is encoded again, for now its tokens are those of its beginning; or 0.
+    Attributes:
+        is_last: Whether the document ends with it.
+        first: Tokens before this one were yielded already.
+        ids, offsets, word_starts: See `TokenSpans`; characters are counted from the start of the document. offsets are
+            None if not needed.
+        wanted: Length in characters at which the window is encoded again; until then the tokens are those of its
+            beginning. 0: not pending.
     """
 
     chunk: TextChunk
@@ -81,18 +88,17 @@ def encode_documents(
     is_chat: bool = False,
     overlap: int = OVERLAP_CHARS,
 ) -> Iterator[Encoded]:
-    """The tokens of consecutive documents, whole ones or parts, in order.
+    """Yield the tokens of consecutive documents, complete ones or parts, in order.
 
     Args:
-        chunks: the text; each belongs to the document that the latest one with `begins` has begun.
-        tokenizer: its ids for a whole document are what comes out.
-        bos_ids: what begins every document that is no conversation.
-        is_chat: the documents are conversations, in which special tokens are what they spell, and which begin as their
-            template has it.
-        overlap: characters that windows share.
+        chunks: The text; a chunk with `begins` starts a document.
+        tokenizer: The result equals its ids of the whole document.
+        bos_ids: Ids at the start of every document that is no conversation.
+        is_chat: Documents are conversations: special tokens in the text are recognised, the template adds the start.
+        overlap: Characters that consecutive windows share.
 
     Raises:
-        DataError: the tokenizer has no ids of a text that do not depend on what comes far behind it.
+        DataError: The ids of a text depend on text far after it.
     """
     start = np.asarray(() if is_chat else bos_ids, dtype=np.int64)
     for window, after in _spliced(_windows(chunks, 0 if tokenizer.is_local else overlap), tokenizer, is_chat):
@@ -105,7 +111,7 @@ def encode_documents(
 
 
 def _is_prompt(window: _Window) -> Mask:
-    """Which tokens stand for no learned character, bool [tokens].
+    """Return which tokens contain no labelled character, [tokens] bool.
 
     One that stands for no character at all, such as a space put before a text, goes with the character it precedes.
     """
@@ -123,16 +129,16 @@ def _is_prompt(window: _Window) -> Mask:
 
 
 def _windows(chunks: Iterable[TextChunk], overlap: int) -> Iterator[_Window]:
-    """The chunks with the end of what came before in their document, none yet encoded."""
+    """Yield windows: chunks preceded by the end of the text before them, not encoded yet."""
     waiting: _Window | None = None
-    fresh = 0  # characters of it that no earlier window has
+    fresh = 0  # characters of `waiting` that no earlier window has
     for chunk in chunks:
         size = len(chunk.text)
         if waiting is None or chunk.begins:
             if waiting is not None:
                 yield waiting
             waiting, fresh = _Window(chunk, 0, is_last=True, text_bytes=len(chunk.data)), size
-        elif fresh < overlap:  # where windows end close to each other, equal tokens prove nothing
+        elif fresh < overlap:  # a window with little new text is extended: equal tokens of near ends prove nothing
             joined = waiting.chunk.followed_by(chunk)
             waiting = replace(waiting, chunk=joined, text_bytes=waiting.text_bytes + len(chunk.data))
             fresh += size
@@ -148,24 +154,24 @@ def _windows(chunks: Iterable[TextChunk], overlap: int) -> Iterator[_Window]:
 
 
 def _spliced(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[tuple[_Window, int | None]]:
-    """The windows with their ids, and the token of each at which the next one continues, null for its end."""
-    held: _Window | None = None
+    """Yield the windows with ids, and the token of each at which the next one continues, None for its end."""
+    previous: _Window | None = None
     for window in _encoded(windows, tokenizer, is_chat):
-        if window.is_last and (held is None or tokenizer.is_local or window.chunk.begins):
+        if window.is_last and (previous is None or tokenizer.is_local or window.chunk.begins):
             yield window, None
             continue
         if tokenizer.is_local:
             yield window, None
-        elif held is None or window.chunk.begins:
-            held = window
-        elif not held.wanted and (seam := _seam(held, window)) is not None:
-            yield held, seam[0]
-            held = replace(window, first=seam[1])
+        elif previous is None or window.chunk.begins:
+            previous = window
+        elif not previous.wanted and (seam := _seam(previous, window)) is not None:
+            yield previous, seam[0]
+            previous = replace(window, first=seam[1])
         else:
-            held = _widened(held, window, tokenizer, is_chat)
-        if held is not None and window.is_last:
-            yield held, None
-            held = None
+            previous = _widened(previous, window, tokenizer, is_chat)
+        if previous is not None and window.is_last:
+            yield previous, None
+            previous = None
 
 
 def _encoded(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[_Window]:
@@ -197,14 +203,14 @@ def _encode_group(group: Sequence[_Window], tokenizer: Tokenizer, is_chat: bool)
             yield replace(window, ids=spans.ids, offsets=offsets, word_starts=spans.word_starts)
 
 
-def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
-    """(a token of `held`, the same of `window`) amid a run of equal tokens; None where they do not agree."""
-    assert held.offsets is not None
+def _seam(previous: _Window, window: _Window) -> tuple[int, int] | None:
+    """Return a token of `previous` and the same token of `window` within a run of equal tokens, or None."""
+    assert previous.offsets is not None
     assert window.offsets is not None
-    tail = max(held.first, int(np.searchsorted(held.offsets[:, 0], window.start)))
-    head = int(np.searchsorted(window.offsets[:, 0], held.end))
-    ends = _tokens(held)[tail:], _tokens(window)[:head]
-    # Tokens that begin where no other of theirs begins can be found in the other window by that.
+    tail = max(previous.first, int(np.searchsorted(previous.offsets[:, 0], window.start)))
+    head = int(np.searchsorted(window.offsets[:, 0], previous.end))
+    ends = _tokens(previous)[tail:], _tokens(window)[:head]
+    # Match tokens by their first character, if no other token of the window begins there.
     begins = [np.unique(tokens[:, 1], return_index=True) for tokens in ends]
     _, ours, theirs = np.intersect1d(begins[0][0], begins[1][0], assume_unique=True, return_indices=True)
     if not ours.size:
@@ -217,12 +223,12 @@ def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
     if not len(edges):
         return None
     first, after = edges[np.diff(edges, axis=1).argmax()].tolist()
-    texts = {held.chunk.text[begin:end] for begin, end in (ends[0][first:after, 1:] - held.start).tolist()}
+    texts = {previous.chunk.text[begin:end] for begin, end in (ends[0][first:after, 1:] - previous.start).tolist()}
     if after - first < AGREED_TOKENS or len(texts) < _DISTINCT_TOKENS:
         return None
     seams = np.arange(first, after)
-    if held.word_starts is not None and window.word_starts is not None:
-        seams = seams[held.word_starts[tail + seams] & window.word_starts[seams - shift]]
+    if previous.word_starts is not None and window.word_starts is not None:
+        seams = seams[previous.word_starts[tail + seams] & window.word_starts[seams - shift]]
     if not len(seams):
         return None
     seam = int(seams[len(seams) // 2])
@@ -230,26 +236,26 @@ def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
 
 
 def _tokens(window: _Window) -> Ids:
-    """(id, first character, the character after it) of its tokens, int64 [tokens, 3]."""
+    """Return id, first character and the one after the last of each token, [tokens, 3] int64."""
     assert window.ids is not None
     assert window.offsets is not None
     return np.column_stack((window.ids, window.offsets))
 
 
-def _widened(held: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
-    """Both as one window. It is encoded when it is twice as long as what was held, lest this takes time squared."""
+def _widened(previous: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
+    """Join both windows; encode the result once it is twice as long as before, which keeps the total time linear."""
     size = len(window.chunk.text)
-    chunk = held.chunk.followed_by(window.chunk.part(min(held.end - window.start, size), size))
-    wanted = held.wanted or 2 * len(held.chunk.text)
+    chunk = previous.chunk.followed_by(window.chunk.part(min(previous.end - window.start, size), size))
+    wanted = previous.wanted or 2 * len(previous.chunk.text)
     wider = replace(
-        held, chunk=chunk, is_last=window.is_last, text_bytes=held.text_bytes + window.text_bytes, wanted=wanted
+        previous, chunk=chunk, is_last=window.is_last, text_bytes=previous.text_bytes + window.text_bytes, wanted=wanted
     )
     if len(chunk.text) < wanted and not window.is_last:
         return wider
     [spans] = tokenizer.encode_with_offsets([chunk.text], finds_special=is_chat)
-    offsets = spans.offsets + held.start
+    offsets = spans.offsets + previous.start
     found = replace(wider, ids=spans.ids, offsets=offsets, word_starts=spans.word_starts, wanted=0)
-    if not np.array_equal(_tokens(found)[: held.first], _tokens(held)[: held.first]):
+    if not np.array_equal(_tokens(found)[: previous.first], _tokens(previous)[: previous.first]):
         raise DataError(
             f"tokenizer {tokenizer.name} gives a text of {len(chunk.text):,} characters ids that depend on its end, so "
             "this document cannot be encoded in parts. Cut it into documents, or give another data.tokenizer."

@@ -1,25 +1,25 @@
-"""The token set format: one folder of token files, described by a JSON manifest. Any tool can write it.
+"""The token set format: a folder of token files with a JSON manifest, which any tool can write.
 
     FOLDER/manifest.json
     FOLDER/tokens-00000.bin ...   token ids one after the other, no header, little-endian (or one-dimensional .npy)
     FOLDER/documents.bin          optional: int64 little-endian, where each document starts, counted in tokens over
                                   all files; ascending, the first is 0
-    FOLDER/prompts.bin            optional: int64 little-endian pairs [first, after): ranges of tokens that are read but
-                                  not learned; ascending, none overlaps the next
+    FOLDER/prompts.bin            optional: int64 little-endian pairs [first, after): ranges of prompt tokens, which are
+                                  no labels; ascending, none overlaps the next
     FOLDER/token_bytes.bin        optional: uint32 little-endian, vocab_size entries: bytes of text per token id;
-                                  without it (and without a known tokenizer) no loss in bits per byte can be told
+                                  without it (and without a known tokenizer) there is no loss in bits per byte
     FOLDER/tokenizer.json         optional: to turn ids into text
 
-manifest.json, all that must be there:
+manifest.json with the required keys:
 
     {"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 50257, "token_count": 123456,
      "files": [{"name": "tokens-00000.bin", "token_count": 123456}]}
 
-dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), bos_ids (those
+dtype is uint8, uint16, uint32, int32 or int64. Optional keys: eod_id (the id that ends every document), bos_ids (those
 that begin every text), tokenizer (a name; "bytes" is known), documents_file and document_count, prompts_file and
 prompt_count, token_bytes_file, text_bytes, counted_bytes (the sum of token_bytes over all tokens, where it may differ
-from text_bytes), source, writer, and in each entry of files its sha256. Names are plain: the files lie in the
-manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or corpus.npy) and
+from text_bytes), source, writer, and in each entry of files its sha256. Names are plain: the files are in the
+manifest's folder. A manifest may also be next to a single file with the same name: corpus.bin (or corpus.npy) and
 corpus.json. Unknown keys are ignored.
 """
 
@@ -63,7 +63,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a token set's manifest says, checked for form but not yet against the files."""
+    """The manifest of a token set, checked for form but not against the files."""
 
     dtype: Dtype = "uint16"
     vocab_size: int = setting(0, "ids are below it", at_least=1)
@@ -84,12 +84,12 @@ class Manifest:
 
 
 def storage_dtype(vocab_size: int) -> Dtype:
-    """The narrowest dtype that burst writes for ids below `vocab_size`: uint16 or uint32."""
+    """Return the dtype that burst writes for ids below `vocab_size`: uint16 or uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; every mistake of form is listed in one `DataError`."""
+    """Read the manifest at `path`. Raises DataError with all mistakes of form."""
     raw = require_json_object(path, "a token set's manifest", DataError)
     if raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise DataError(
@@ -134,7 +134,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 class TokenSetWriter(contextlib.ExitStack):
-    """Appends documents to a token set in `folder`, a new one, which is incomplete until `finish` has returned.
+    """Writes documents to a new token set in `folder`, which is incomplete until `finish` returns.
 
     learns_ends: whether the id that ends a document is learned.
     """
@@ -147,7 +147,7 @@ class TokenSetWriter(contextlib.ExitStack):
         self._folder, self._tokenizer, self._bos_ids = folder, tokenizer, tuple(bos_ids)
         self._end = np.array([tokenizer.eod_id]), np.array([not learns_ends])
         self._token_bytes = tokenizer.token_bytes()
-        # The text of a conversation has special tokens, which count no bytes: there the sums differ by more than error.
+        # The text of a conversation contains special tokens, which count no bytes, so the sums differ there.
         self._counts_text = learns_ends
         self._dtype, self._hash = storage_dtype(tokenizer.vocab_size), hashlib.sha256()
         names = (TOKENS_FILE, DOCUMENTS_FILE, PROMPTS_FILE)
@@ -157,7 +157,7 @@ class TokenSetWriter(contextlib.ExitStack):
         self.token_count = self.document_count = self.prompt_count = self.text_bytes = self.counted_bytes = 0
 
     def append(self, ids: Ids, is_prompt: npt.NDArray[np.bool_], text_bytes: int, *, begins_document: bool) -> None:
-        """Add the next part of the current document, or of a new one; is_prompt: which ids are read but not learned."""
+        """Append a part of the current document, or of a new one; is_prompt: which ids are no labels, [tokens] bool."""
         if begins_document:
             self._end_document()
             self._documents.write(self.token_count.to_bytes(8, "little"))
@@ -180,7 +180,7 @@ class TokenSetWriter(contextlib.ExitStack):
         self.prompt_count += edges.size // 2
 
     def finish(self, source: str) -> None:
-        """End the last document, close the files and write the manifest, the last one."""
+        """End the last document, close the files and write the manifest last."""
         self._end_document()
         self.close()
         self._token_bytes.astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)

@@ -1,11 +1,11 @@
-"""Texts with a hidden sentence and the question that only it answers, exactly as long as a training sequence.
+"""Needle in a haystack: texts with a hidden sentence and a question about it, as long as a training sequence.
 
     haystack ... | The secret number of amber is 48217. | ... haystack | The secret number of amber is | 48217
                    needle, at its depth                                  question                        answer
 
-Haystacks are text of the validation split, from places spread evenly over it; one that is too short is read again from
-its beginning. A sample is one haystack, one key word and one number: it is asked with its needle at every depth, and
-once without it (the control), with as much more of the haystack in its place.
+Haystacks are text of the validation split, starting at evenly spaced positions; a split that is too short is read again
+from its start. A sample is one haystack, one key word and one number. It gives a task for every depth of the needle,
+and a control without the needle, which has more haystack instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READ_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Needle:
-    """Token ids of a hidden sentence: what asks for the number, the number, and what ends the sentence."""
+    """Token ids of a needle: the question, the number, and the end of the sentence."""
 
     question: Ids
     answer: Ids
@@ -47,13 +47,13 @@ class Needle:
 
     @property
     def sentence(self) -> Ids:
-        """All of it, as it is hidden."""
+        """The whole sentence as it is hidden."""
         return np.concatenate([self.question, self.answer, self.end])
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """One sequence to ask: tokens and labels, int64 [seq_len]; labels are -100 but for those of the answer."""
+    """One sequence: tokens and labels, [seq_len] int64; all labels but those of the answer are -100."""
 
     tokens: Ids
     labels: Ids
@@ -61,7 +61,7 @@ class NeedleTask:
 
 @dataclass(frozen=True)
 class NeedleTasks:
-    """All tasks of an evaluation, made when asked for: number = sample * (depths + 1) + depth, controls last.
+    """All tasks of an evaluation, built on demand; task number = sample * (depths + 1) + depth, the control last.
 
     The same arguments give the same tasks on every rank and machine.
     """
@@ -78,11 +78,11 @@ class NeedleTasks:
 
     @cached_property
     def needles(self) -> tuple[Needle, ...]:
-        """The sentence of every sample. Raises DataError for a tokenizer that cannot spell a number."""
+        """The needle of every sample. Raises DataError for a tokenizer that cannot spell a number."""
         return tuple(make_needle(self.tokenizer, *needle_text(self.seed, index)) for index in range(self.samples))
 
     def task(self, number: int) -> NeedleTask:
-        """Task `number` of len(self)."""
+        """Build task `number` of len(self)."""
         sample, place = divmod(number, self.depths + 1)
         needle = self.needles[sample]
         first = np.array(self.shards.manifest.bos_ids, dtype=np.int64)
@@ -97,24 +97,24 @@ class NeedleTasks:
         return NeedleTask(ids[:-1], labels)
 
     def position(self, sample: int, depth: int) -> int:
-        """At which token the needle of a sample begins, from 0."""
+        """Return the first token of a sample's needle, from 0."""
         needle = self.needles[sample]
         room = self._haystack_tokens(needle) - needle.sentence.size
         return len(self.shards.manifest.bos_ids) + round(self.share(depth) * room)
 
     def share(self, depth: int) -> float:
-        """How far into the haystack a depth lies: 0 its beginning, which is farthest from the question, 1 its end."""
+        """Return the position of a depth in the haystack: 0 at its start, farthest from the question, 1 at its end."""
         return depth / (self.depths - 1) if self.depths > 1 else 0.0
 
     def _haystack_tokens(self, needle: Needle) -> int:
-        """Tokens of text before the question; the last one of the answer is a label alone."""
+        """Return the tokens of text before the question; the last token of the answer is a label only."""
         return self.seq_len + 1 - len(self.shards.manifest.bos_ids) - needle.question.size - needle.answer.size
 
 
 def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
-    """The tasks that `config` asks for, None without any; cheap, so that what is wrong shows before training.
+    """Return the configured tasks, or None; cheap, so that errors are found before training.
 
-    Raises ConfigError when a sequence is too short for them, DataError when the tokens have no usable tokenizer.
+    Raises ConfigError if a sequence is too short for them, DataError if the tokens have no usable tokenizer.
     """
     train = config.train
     if not train.eval_needle_depths:
@@ -138,7 +138,7 @@ def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
 
 
 def needle_text(seed: int, sample: int) -> tuple[str, str]:
-    """(question, answer) of a sample: plain integers of a hash, the same on every machine."""
+    """Return question and answer of a sample, by a hash, so equal on every machine."""
     digest = hashlib.sha256(f"needle {seed} {sample}".encode()).digest()
     key = _KEYS[int.from_bytes(digest[:8]) % len(_KEYS)]
     number = _FIRST_NUMBER + int.from_bytes(digest[8:16]) % _NUMBERS
@@ -146,13 +146,13 @@ def needle_text(seed: int, sample: int) -> tuple[str, str]:
 
 
 def make_needle(tokenizer: Tokenizer, question: str, answer: str) -> Needle:
-    """The ids of a sentence, cut such that the question at the end of a text has the ids that it has inside a needle.
+    """Encode a needle so that the question has the same ids within the needle and at the end of the text.
 
-    Raises DataError when the answer's ids do not spell it: then nobody could give it.
+    Raises DataError if the answer's ids do not decode to it: then no model could give it.
     """
     texts = [question, question + answer, question + answer + _END]
-    asked, told, whole = tokenizer.encode(texts)
-    needle = Needle(asked, told[asked.size :], whole[told.size :])
+    first, second, whole = tokenizer.encode(texts)
+    needle = Needle(first, second[first.size :], whole[second.size :])
     if not (needle.answer.size and needle.end.size and np.array_equal(needle.sentence, whole)):
         needle = Needle(*tokenizer.encode([question, answer, _END]))  # ids depend on what follows: cut the text instead
     spelled = "".join(tokenizer.decode(needle.answer).split())
@@ -165,18 +165,17 @@ def make_needle(tokenizer: Tokenizer, question: str, answer: str) -> Needle:
 
 
 def haystack(shards: TokenShards, start: int, count: int) -> Ids:
-    """`count` ids of text from `start` on, int64, over the end of the shards to their beginning, if need be.
+    """Return `count` ids of text from `start` on, int64, wrapping around at the end of the shards.
 
-    Ids that begin or end documents are left out: to models that were trained on documents apart they hide what lies
-    before.
+    Ids that begin or end documents are skipped: models trained with attention within documents ignore text before them.
     """
     parts: list[Ids] = []
     edges = [*shards.manifest.bos_ids, -1 if shards.manifest.eod_id is None else shards.manifest.eod_id]
     missing, position, seen = count, start % shards.token_count, 0
     while missing:
         ids = shards.read(position, min(_READ_TOKENS, shards.token_count - position))
-        kept = ids[~np.isin(ids, edges)]
-        parts.append(kept[:missing])
+        text = ids[~np.isin(ids, edges)]
+        parts.append(text[:missing])
         missing -= parts[-1].size
         position, seen = (position + ids.size) % shards.token_count, seen + ids.size
         if seen >= shards.token_count and missing == count:

@@ -1,4 +1,4 @@
-"""From a `DataConfig` to token shards on disk: prepared once, found again by everyone who asks for the same.
+"""Prepares token shards from a `DataConfig`, once, in a cache by content.
 
     PREPARED/prepared.json      what it was made from
     PREPARED/train/             a token set (engine.data.manifest)
@@ -35,13 +35,13 @@ from engine.pretrained.folder import TOKENIZER_FILE, open_tokenizer
 from engine.runs.files import cache_folder, json_text, new_folder, remove_folder, require_json_object
 
 PREPARED_FILE = "prepared.json"
-VERSION = 2  # raise it when the same text would give other tokens
+VERSION = 2  # increment when the same text gives other tokens
 _LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Tokens ready for training, both splits of the same tokenizer.
+    """Tokens of both splits, by the same tokenizer.
 
     token_bytes: bytes of text per token id, int64 [vocab_size]; null only for shards made elsewhere that do not tell
     (then no loss in bits per byte can be given). content_hash: equal on all ranks if they have the same tokens.
@@ -54,7 +54,7 @@ class PreparedData:
     content_hash: str
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of these tokens; `DataError` if the shards came without one."""
+        """Load the tokenizer of these tokens. Raises DataError if the shards have none."""
         name, path = self.train.manifest.tokenizer, self.path / TOKENIZER_FILE
         if name == ByteTokenizer.name:
             return ByteTokenizer()
@@ -65,7 +65,7 @@ class PreparedData:
 
 @contextlib.contextmanager
 def _files_needed() -> Iterator[None]:
-    """Turns an OSError into a DataError."""
+    """Convert OSError into DataError."""
     try:
         yield
     except OSError as error:
@@ -77,7 +77,7 @@ def _files_needed() -> Iterator[None]:
 
 @_files_needed()
 def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) -> PreparedData:
-    """The data that `config` describes, tokenised now unless an earlier call or another process has done it.
+    """Prepare the data of `config` unless an earlier call or another process has done it.
 
     Reports to `progress`. For data.format=shards nothing is written: the shards are opened and read through once.
     """
@@ -86,7 +86,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
     source = open_source(config)
     folder, identity = _target(config, source)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The kernel frees the lock when a process dies. The file stays: whoever waits for the lock holds it open.
+    # The kernel frees the lock when a process dies. The file stays, since waiting processes have it open.
     with (folder.parent / f".{folder.name}.lock").open("ab") as file:
         if _lock(file, lambda: progress(Progress("waiting"))):
             for path in folder.parent.iterdir():  # left by processes that were killed
@@ -101,7 +101,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
                     facts = {"skipped_rows": asdict(skipped)} if source.skips_bad_rows else {}
                     (work / PREPARED_FILE).write_text(json_text({"identity": identity, **facts}))
             except OSError as error:
-                # Another process was faster (on a file system without locks): its data is as good as ours.
+                # Another process finished first (on a file system without locks); its data is equal.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
     return _open(folder, config)
@@ -109,7 +109,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
 
 @_files_needed()
 def open_prepared(config: DataConfig) -> PreparedData:
-    """The data that `prepare` made for `config`; never tokenises, so every rank may call it.
+    """Open the data that `prepare` made for `config`; does not tokenise, so every rank may call it.
 
     With data.prepared_dir set the source files need not be on this machine.
     """
@@ -123,7 +123,7 @@ def open_prepared(config: DataConfig) -> PreparedData:
 
 
 def skipped_rows(folder: Path) -> dict[str, Any] | None:
-    """{"count", "first" (messages)} of the rows that data.on_bad_row=skip left out of a prepared folder; else None."""
+    """Return {"count", "first" (messages)} of the rows that data.on_bad_row=skip left out, else None."""
     path = folder / PREPARED_FILE
     if not path.is_file():
         return None
@@ -132,12 +132,12 @@ def skipped_rows(folder: Path) -> dict[str, Any] | None:
 
 
 def _lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
-    """Wait until this process alone has the lock of `file`; false where the file system knows no locks."""
+    """Wait for the exclusive lock of `file`; return False if the file system has no locks."""
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_wait()  # again and again: who is silent for long is taken for hung
+            on_wait()  # repeatedly, so that hang detection sees progress
             time.sleep(_LOCK_POLL_S)
         except OSError:
             return False
@@ -146,7 +146,7 @@ def _lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
 
 
 def config_facts(config: DataConfig) -> dict[str, Any]:
-    """The settings that change the tokens, and only those."""
+    """Return the settings that change the tokens, and only those."""
     return {
         "format": config.format,
         "paths": list(config.paths) if config.format != "stdlib" else [],
@@ -169,7 +169,7 @@ def _chosen(config: DataConfig) -> Path | None:
 
 
 def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
-    """(where the data of `config` lies or will lie, its identity).
+    """Return the folder of the prepared data of `config`, and its identity.
 
     Identity: settings, source files (path, size, modification time), tokenizer and chat template. If these are equal,
     so are the tokens.
@@ -186,7 +186,7 @@ def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
 
 
 def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
-    """Raises DataError that lists in what the data in `folder` was made from something else than `wanted`."""
+    """Raise DataError that lists the differences between `wanted` and what the data in `folder` was made from."""
     path = folder / PREPARED_FILE
     made = require_json_object(path, "facts about prepared data", DataError).get("identity")
     if not isinstance(made, dict) or not isinstance(made.get("config"), dict):
@@ -205,7 +205,7 @@ def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
 
 
 def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> bool:
-    """Whether `folder` holds what is wanted; a damaged folder of the cache is removed, a user's never."""
+    """Return whether `folder` has the wanted data; a damaged folder is removed from the cache, never a user's."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if config.prepared_dir is not None:
@@ -222,7 +222,7 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
 
 
 def _open(path: Path, config: DataConfig, *, scan_foreign: bool = True) -> PreparedData:
-    """The two token sets in the folder `path`, or the one that `path` names, split at its tail."""
+    """Open the two token sets in the folder `path`, or split the one that `path` names."""
     path = path.expanduser().absolute()
     folders = [path / name for name in (TRAIN, VALIDATION)]
     if any((folder / MANIFEST_FILE).is_file() for folder in folders):
@@ -246,14 +246,14 @@ def _open(path: Path, config: DataConfig, *, scan_foreign: bool = True) -> Prepa
 
 
 def _content(shards: TokenShards) -> list[Any]:
-    """What tells one token sequence from another: the recorded hashes (or else sizes) and the window."""
+    """Return the identity of a token sequence: the recorded hashes (or else sizes) and the window."""
     made = shards.manifest
     return [made.dtype, made.vocab_size, shards.token_count, [(file.token_count, file.sha256) for file in made.files]]
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The corpus `main`, which validation is of, and `others`, mixed as `config` says."""
+    """The corpus `main`, which also gives validation, and `others`, mixed as configured."""
 
     config: DataConfig
     main: PreparedData
@@ -261,7 +261,7 @@ class TrainingData:
 
     @property
     def content_hash(self) -> str:
-        """Equal on all ranks that have the same tokens in the same shares."""
+        """Hash that is equal on all ranks with the same tokens in the same shares."""
         config = self.config
         if not self.others and not config.length_buckets:
             return self.main.content_hash
@@ -271,11 +271,11 @@ class TrainingData:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this, in all of them."""
+        """Upper bound of the ids of all corpora."""
         return max(data.train.manifest.vocab_size for data in (self.main, *self.others))
 
     def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
-        """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
+        """Build the sampler of the mixture. Raises DataError if a corpus, or a class of one, has no sample."""
         corpora = [Samples(data.train, seq_len, seed) for data in (self.main, *self.others)]
         weighted = zip(corpora, self.config.mix_weights or (1.0,), strict=True)
         parts = [(one, weight * own) for corpus, weight in weighted for one, own in by_length(corpus, self.config)]
@@ -286,7 +286,7 @@ class TrainingData:
 
 
 def open_training_data(config: DataConfig) -> TrainingData:
-    """The prepared corpus of `config` and those of `mix_paths`, whose tokenizers must be the same; every rank may call.
+    """Open the prepared corpus of `config` and those of `mix_paths`, whose tokenizers must be equal; for every rank.
 
     Raises DataError when one is not prepared, or was made with another tokenizer.
     """
@@ -306,7 +306,7 @@ def open_training_data(config: DataConfig) -> TrainingData:
 
 
 def _tokens_of(data: PreparedData) -> str:
-    """What must be the same in corpora that are mixed."""
+    """Return what must be equal in corpora that are mixed."""
     made = data.train.manifest
     begins = f" and beginning {list(made.bos_ids)}" if made.bos_ids else ""
     return f"{made.tokenizer} with end of document {made.eod_id}{begins}"

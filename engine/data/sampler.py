@@ -1,14 +1,14 @@
-"""Batches of packed samples: pure functions of (seed, step), and of where the stream was taken up again.
+"""Batches of packed samples, as pure functions of the seed, the step, and the position where the stream was resumed.
 
     documents   a a a E b b E c c c c c E ...      E = end-of-document id
     samples     |a a a E|b b E c|c c c c|E ...     seq_len = 4; the label of every token is the next one
 
-Sample i reads the seq_len + 1 tokens from i * seq_len on. An epoch visits every whole sample once, in an order drawn
-from (seed, epoch); what is left at the end of the tokens, less than one sample, is not trained on.
+Sample i has the seq_len + 1 tokens from i * seq_len on. An epoch visits every complete sample once, in an order drawn
+from (seed, epoch); the incomplete sample at the end of the tokens is not used.
 
-Samples may be divided into classes by length, so that long documents are seen more often (Fu et al. 2024, "Data
-Engineering for Scaling Language Models to 128K Context"): a sample belongs to the class of the document that holds most
-of its tokens; of equal ones, the first. What is left of a document in another sample counts with its whole length.
+Samples may be weighted by document length, so that long documents are sampled more often (Fu et al. 2024, "Data
+Engineering for Scaling Language Models to 128K Context"). A sample belongs to the class of the document with most of
+its tokens, the first of equal ones; the part of a document in another sample counts with the document's whole length.
 Class i has documents of at least buckets[i - 1] and below buckets[i] tokens.
 """
 
@@ -29,8 +29,8 @@ from engine.data.tokenizers import Ids
 IGNORE_INDEX = -100
 _FEISTEL_ROUNDS = 8
 _MASK = (1 << 64) - 1
-_CHUNK_TOKENS = 1 << 26  # classified by length at a time, so that memory does not grow with the corpus
-BLOCK = 10_000  # samples of a mixture in which every source has exactly its share
+_CHUNK_TOKENS = 1 << 26  # classified by length together, so that memory does not grow with the corpus
+BLOCK = 10_000  # consecutive samples of a mixture in which every source has exactly its share
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of `shards`, or those of them in `chosen`, epoch after epoch, each in an order of its own."""
+    """The samples of `shards`, or those in `chosen`, as an endless stream of epochs, each in its own order."""
 
     shards: TokenShards
     seq_len: int
@@ -76,28 +76,28 @@ class Samples:
 
     @property
     def per_epoch(self) -> int:
-        """How many there are."""
+        """Samples per epoch."""
         return (self.shards.token_count - 1) // self.seq_len if self.chosen is None else self.chosen.size
 
     def __getitem__(self, number: int) -> int:
-        """Which sample of the shards comes as `number` in the endless stream of shuffled epochs."""
+        """Return the index in the shards of sample `number` of the endless stream of shuffled epochs."""
         epoch, position = divmod(number, self.per_epoch)
         index = permute(position, self.per_epoch, (self.seed, epoch))
         return index if self.chosen is None else int(self.chosen[index])
 
 
 class Sampler:
-    """Training batches of an endless stream of samples; every rank builds the same one and asks for its own part.
+    """Training batches of an endless stream of samples; every rank builds the same one and takes its own part.
 
-    Sample number (step * grad_accum_steps + micro_step) * dp_size * batch_size + dp_rank * batch_size + b of the
-    stream is row b. So the samples of a step do not depend on how its global batch is divided. After `start_at` steps
-    count from there, so that a run that goes on with other batches reads nothing twice.
+    Row b of a batch is sample (step * grad_accum_steps + micro_step) * dp_size * batch_size + dp_rank * batch_size + b
+    of the stream, so the samples of a step do not depend on how its global batch is divided. After `start_at` steps
+    count from there, so that a run resumed with another batch size reads no sample twice.
 
-    Without `weights` the stream is that of the one source. With them sources are mixed: of every `BLOCK` samples in a
-    row each has its share, spread by chance. Shares are whole numbers of samples per block, at least one. What a source
-    gives does not depend on the others: its samples come in the order in which they would without them.
+    With `weights` sources are mixed: of every `BLOCK` consecutive samples each source has its share, at random
+    positions. Shares are whole numbers of samples per block, at least one. The order of a source's samples does not
+    depend on the others.
 
-    documents_apart: whether the first token of a document is nobody's label.
+    documents_apart: whether the first token of a document is no label.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Sampler:
         self.sources, self.grad_accum_steps, self.documents_apart = tuple(sources), grad_accum_steps, documents_apart
         self.shares = _shares(weights)
         self._starts = list(accumulate(self.shares, initial=0))[:-1]
-        self._seed = splitmix64(seed)  # the order inside the sources is drawn from the seed itself
+        self._seed = splitmix64(seed)  # the order within sources uses the seed itself
         self._first_step = self._first_sample = 0
 
-    def place_of(self, number: int) -> tuple[TokenShards, int]:
-        """(shards, which of their samples) of sample `number`."""
+    def locate(self, number: int) -> tuple[TokenShards, int]:
+        """Return the shards and the index in them of sample `number` of the stream."""
         source = 0
         if self.shares:
             block, position = divmod(number, BLOCK)
@@ -127,20 +127,20 @@ class Sampler:
         return samples.shards, samples[number]
 
     def start_at(self, step: int, sample: int) -> None:
-        """Step `step` (from 0) begins with sample number `sample` of the stream."""
+        """Make step `step` (from 0) begin with sample number `sample` of the stream."""
         self._first_step, self._first_sample = step, sample
 
     def batch(self, step: int, micro_step: int, dp_rank: int, dp_size: int, batch_size: int) -> Batch:
-        """The batch of one data-parallel rank in one micro-step; the same arguments always give the same batch."""
+        """Return the batch of one data-parallel rank in one micro-step, a pure function of its arguments."""
         micro_steps = (step - self._first_step) * self.grad_accum_steps + micro_step
         first = self._first_sample + (micro_steps * dp_size + dp_rank) * batch_size
         numbers = tuple(range(first, first + batch_size))
-        places = [self.place_of(number) for number in numbers]
-        return replace(_collect(self.sources[0].seq_len, places, self.documents_apart), samples=numbers)
+        locations = [self.locate(number) for number in numbers]
+        return replace(_collect(self.sources[0].seq_len, locations, self.documents_apart), samples=numbers)
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Samples per block by weight, largest remainders first; each at least one. Weights are positive numbers."""
+    """Return samples per block for positive `weights`, by largest remainders, each at least one."""
     total = sum(weights)
     exact = [weight / total * BLOCK for weight in weights]
     found = [max(1, int(share)) for share in exact]
@@ -161,12 +161,11 @@ def sequential_batches(
     max_samples: int | None = None,
     documents_apart: bool = False,
 ) -> Iterator[Batch]:
-    """Validation batches of one data-parallel rank, from the start of `shards`, unshuffled, every token once.
+    """Yield validation batches of one data-parallel rank, from the start of `shards`, unshuffled, every token once.
 
-    Row b of batch i of rank r of `dp` = (r, ranks) is sample (i * ranks + r) * batch_size + b. The samples are the same
-    however many ranks divide them: all of `shards`, or the first `max_samples`. Every rank gets the same number of
-    batches; rows past the last sample, and what lies past the end of the tokens, have labels of -100. So a split
-    shorter than seq_len works too.
+    Row b of batch i of rank r of `dp` = (r, ranks) is sample (i * ranks + r) * batch_size + b. They do not depend
+    on the number of ranks: all of `shards`, or the first `max_samples`. Every rank gets equally many batches; rows past
+    the last sample and positions past the end of the tokens have label -100, so a split may be shorter than seq_len.
     """
     dp_rank, dp_size = dp
     if shards.token_count < 2:
@@ -184,10 +183,10 @@ def sequential_batches(
 
 
 def permute(position: int, size: int, key: tuple[int, int]) -> int:
-    """The image of `position` under a permutation of range(size) drawn from `key`, in constant memory.
+    """Return the image of `position` under a permutation of range(size) drawn from `key`, in constant memory.
 
-    A Feistel network permutes the next power of four above `size`; values outside range(size) walk on along their cycle
-    until they fall inside. Plain integers: the same on every machine and with every version of numpy.
+    A Feistel network permutes the next power of four above `size`; values outside range(size) are permuted again until
+    they are inside (cycle walking). Plain integers: equal on every machine and with every version of numpy.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     half_mask = (1 << half_bits) - 1
@@ -202,20 +201,20 @@ def permute(position: int, size: int, key: tuple[int, int]) -> int:
             return value
 
 
-def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]], documents_apart: bool) -> Batch:
-    """The batch of these samples, a row each; past the end of the shards tokens are padding, labels -100."""
-    shape = (len(places), seq_len)
+def _collect(seq_len: int, locations: Sequence[tuple[TokenShards, int]], documents_apart: bool) -> Batch:
+    """Build the batch of these samples, one per row; past the end of the shards tokens are padding, labels -100."""
+    shape = (len(locations), seq_len)
     tokens = np.empty(shape, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     documents = []
-    for row, (shards, sample) in enumerate(places):
+    for row, (shards, sample) in enumerate(locations):
         tokens[row] = shards.manifest.eod_id or 0
         start = min(sample * seq_len, shards.token_count - 1)
         ids = shards.read(start, min(seq_len + 1, shards.token_count - start))
         inputs = ids[:-1]
         tokens[row, : inputs.size] = inputs
         labels[row, : inputs.size] = np.where(shards.is_prompt(start + 1, inputs.size), IGNORE_INDEX, ids[1:])
-        starts = shards.document_offsets(start, ids)  # the last may be that of the next row
+        starts = shards.document_offsets(start, ids)  # the last may be at the first token of the next row
         documents.append(starts[starts < max(1, inputs.size)])
         if documents_apart:
             labels[row, starts[1:] - 1] = IGNORE_INDEX
@@ -223,7 +222,7 @@ def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]], documents_
 
 
 def splitmix64(value: int) -> int:
-    """A 64-bit hash of an integer's lower 64 bits: the output of splitmix64 (Steele et al. 2014) in that state."""
+    """Hash an integer's lower 64 bits: the output of splitmix64 (Steele et al. 2014) in that state."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -244,12 +243,12 @@ class LengthClass:
 
     @property
     def name(self) -> str:
-        """Which lengths it has, such as "4,096 to 32,767"."""
+        """Its range of lengths, such as "4,096 to 32,767"."""
         return f"{self.at_least:,} and more" if self.below is None else f"{self.at_least:,} to {self.below - 1:,}"
 
 
 def length_classes(corpus: Samples, config: DataConfig) -> list[LengthClass]:
-    """All classes by length of `corpus`. DataError without an index of documents."""
+    """Return the length classes of `corpus`. Raises DataError without an index of documents."""
     step = max(1, _CHUNK_TOKENS // corpus.seq_len)
     chunks = (range(first, min(first + step, corpus.per_epoch)) for first in range(0, corpus.per_epoch, step))
     lengths = np.concatenate([_document_lengths(corpus.shards, samples, corpus.seq_len) for samples in chunks])
@@ -262,27 +261,28 @@ def length_classes(corpus: Samples, config: DataConfig) -> list[LengthClass]:
 
 
 def by_length(corpus: Samples, config: DataConfig) -> list[tuple[Samples, float]]:
-    """(samples, weight) of each class by length of `corpus` that is wanted at all; of all of it without such classes.
+    """Return the samples and weight of each length class of `corpus` with a weight; without classes, of all samples.
 
-    Raises DataError when a class that should have a share has no sample.
+    Raises DataError if a class with a weight has no sample.
     """
     if not config.length_buckets:
         return [(corpus, 1.0)]
     classes = length_classes(corpus, config)
-    wanted = [one for one in classes if one.weight > 0]
-    for one in wanted:
-        if not one.samples.size:
-            found = "; ".join(f"{other.name}: {other.samples.size:,}" for other in classes)
+    weighted = [length_class for length_class in classes if length_class.weight > 0]
+    for length_class in weighted:
+        if not length_class.samples.size:
+            counts = "; ".join(f"{other.name}: {other.samples.size:,}" for other in classes)
             raise DataError(
                 f"{corpus.shards.folder}: no sample of {corpus.seq_len:,} tokens lies mostly in a document of "
-                f"{one.name} tokens, but data.length_weights gives such samples {one.weight:g}. Samples by length of "
-                f"document: {found}. Set other data.length_buckets or a weight of 0, or give such documents."
+                f"{length_class.name} tokens, but data.length_weights gives such samples {length_class.weight:g}. "
+                f"Samples by length of document: {counts}. Set other data.length_buckets or a weight of 0, or give "
+                "such documents."
             )
-    return [(replace(corpus, chosen=one.samples), one.weight) for one in wanted]
+    return [(replace(corpus, chosen=length_class.samples), length_class.weight) for length_class in weighted]
 
 
 def _document_lengths(shards: TokenShards, samples: range, seq_len: int) -> Ids:
-    """Tokens of the document that holds most of each of `samples`, int64 [samples]."""
+    """Return the length of the document with most tokens of each of `samples`, [samples] int64."""
     begin, end = samples.start * seq_len, samples.stop * seq_len
     edges = shards.document_edges(begin, end - begin)
     if edges is None:
@@ -290,10 +290,10 @@ def _document_lengths(shards: TokenShards, samples: range, seq_len: int) -> Ids:
             f"{shards.folder}: data.length_buckets needs to know where documents start, but this token set has no "
             "index of them (documents_file in its manifest). Write one, or leave data.length_buckets empty."
         )
-    # Stretches that lie in one sample and in one document, in order.
+    # Spans within one sample and one document, in order.
     starts = np.arange(begin, end, seq_len)
     cuts = np.union1d(starts, edges[(edges > begin) & (edges < end)])
-    # The largest of these keys in a sample is that of its longest stretch, and among equal ones of the first.
+    # The largest of these keys in a sample is that of its longest span, the first of equal ones.
     keys = np.diff(cuts, append=end) * cuts.size + np.arange(cuts.size - 1, -1, -1)
     longest = cuts.size - 1 - np.maximum.reduceat(keys, np.searchsorted(cuts, starts)) % cuts.size
     return np.asarray(np.diff(edges)[np.searchsorted(edges, cuts[longest], side="right") - 1])

@@ -33,13 +33,13 @@ class TokenShards:
     manifest: Manifest
     folder: Path
     parts: tuple[np.memmap[Any, Any], ...]
-    documents: Ids | None  # [documents]: where each starts in the whole set
-    prompts: Ids | None  # [2 * ranges]: where each begins and ends
+    documents: Ids | None  # [documents]: first token of each, in the whole set
+    prompts: Ids | None  # [2 * ranges]: first token of each and the one after it
     window: range
 
     @property
     def token_count(self) -> int:
-        """Of the window."""
+        """Tokens of the window."""
         return len(self.window)
 
     @cached_property
@@ -47,7 +47,7 @@ class TokenShards:
         return list(accumulate((part.size for part in self.parts), initial=0))
 
     def read(self, start: int, count: int) -> Ids:
-        """Ids of [start, start + count), int64 [count], each checked to be below vocab_size."""
+        """Return ids [start, start + count), [count] int64, each checked to be below vocab_size."""
         self._check_range(start, count)
         out = np.empty(count, dtype=np.int64)
         first, done = self.window.start + start, 0
@@ -64,7 +64,7 @@ class TokenShards:
             raise IndexError(f"tokens [{start}, {start + count}) of a sequence of {self.token_count}")
 
     def _ids(self, index: int, begin: int, end: int) -> npt.NDArray[Any]:
-        """Ids [begin, end) of a part; `DataError` if one is not in [0, vocab_size)."""
+        """Return ids [begin, end) of a part. Raises DataError if one is not in [0, vocab_size)."""
         part, limit = self.parts[index], self.manifest.vocab_size
         ids = part[begin:end]
         if ids.size and (ids.max() >= limit or ids.min() < 0):
@@ -77,9 +77,9 @@ class TokenShards:
         return ids
 
     def document_offsets(self, start: int, tokens: Ids) -> Ids:
-        """Where documents start within `tokens` = read(start, n), int64, ascending; always begins with 0.
+        """Return the offsets at which documents start in `tokens` = read(start, n), ascending int64, the first is 0.
 
-        Offset 0 may lie inside a document that began earlier: to a model it is a boundary like the others. Without an
+        Offset 0 may be within a document that started earlier; to a model it is a boundary like the others. Without an
         index of documents in the set, they are found by the end-of-document id.
         """
         if self.documents is not None:
@@ -92,9 +92,9 @@ class TokenShards:
         return np.concatenate((np.zeros(1, dtype=np.int64), inner))
 
     def document_edges(self, start: int, count: int) -> Ids | None:
-        """Starts of the documents with tokens in [start, start + count) and the end of the last, int64 [documents + 1].
+        """Return the starts of the documents in [start, start + count) and the end of the last, [documents + 1] int64.
 
-        All within the window: of a document that it cuts, only what lies inside counts. Null if the set has no index.
+        All are within the window, so documents are clipped at its ends. None if the set has no index.
         """
         if self.documents is None:
             return None
@@ -105,14 +105,14 @@ class TokenShards:
         return np.asarray(np.clip(edges, self.window.start, self.window.stop) - self.window.start)
 
     def is_prompt(self, start: int, count: int) -> npt.NDArray[np.bool_]:
-        """Which of the tokens [start, start + count) are read but not learned, bool [count]."""
+        """Return which of the tokens [start, start + count) are prompts, which get no label, [count] bool."""
         if self.prompts is None:
             return np.zeros(count, dtype=np.bool_)
         low = self.window.start + start
         return np.asarray(np.searchsorted(self.prompts, np.arange(low, low + count), side="right") % 2 == 1)
 
     def learned_count(self, start: int, count: int) -> int:
-        """How many of the tokens [start, start + count) are learned, not only read."""
+        """Return how many of the tokens [start, start + count) are labels, not prompts."""
         if self.prompts is None:
             return count
         low = self.window.start + start
@@ -121,7 +121,7 @@ class TokenShards:
 
     @property
     def document_count(self) -> int | None:
-        """Documents that start in the window; null if the set has no index of documents."""
+        """Documents that start in the window; None if the set has no index."""
         if self.documents is None:
             return None
         begin, end = np.searchsorted(self.documents, (self.window.start, self.window.stop))
@@ -129,12 +129,12 @@ class TokenShards:
 
     @property
     def text_bytes(self) -> int | None:
-        """Bytes of text behind the tokens, as the manifest says; null for a window or if it does not say."""
+        """Bytes of text of the tokens, from the manifest; None for a window or if it is not recorded."""
         return self.manifest.text_bytes if self.token_count == self.manifest.token_count else None
 
     @property
     def byte_ratio(self) -> float:
-        """Bytes of text per byte that `load_token_bytes` counts, over the whole set; 1 if the manifest does not say.
+        """Bytes of text per byte counted by `load_token_bytes`, over the whole set; 1 if it is not recorded.
 
         Added tokens that swallow blanks and tokenizers that normalise text make the counts per token inexact.
         """
@@ -142,9 +142,9 @@ class TokenShards:
         return text / counted if text and counted else 1.0
 
     def split_tail(self, fraction: float) -> tuple[TokenShards, TokenShards]:
-        """(head, tail) of this set: the tail is the last `fraction` of the tokens, at least one.
+        """Split off the last `fraction` of the tokens, at least one; return (head, tail).
 
-        The cut moves on to the next start of a document if the set has an index and one follows.
+        The split is moved to the next start of a document, if the set has an index and one follows.
         """
         start, stop = self.window.start, self.window.stop
         cut = stop - max(1, round(self.token_count * fraction))
@@ -159,7 +159,7 @@ class TokenShards:
         return replace(self, window=range(start, cut)), replace(self, window=range(cut, stop))
 
     def load_token_bytes(self) -> Ids | None:
-        """Bytes of text per token id, int64 [vocab_size]; null if neither the set nor its tokenizer tells."""
+        """Return bytes of text per token id, [vocab_size] int64; None if neither set nor tokenizer has them."""
         manifest, path = self.manifest, self.folder / TOKENIZER_FILE
         if manifest.token_bytes_file is not None:
             return _map(self.folder / manifest.token_bytes_file, "uint32", manifest.vocab_size).astype(np.int64)
@@ -171,7 +171,7 @@ class TokenShards:
         return np.pad(counts, (0, manifest.vocab_size - counts.size))
 
     def scan(self) -> None:
-        """Read the whole set; a `DataError` names file and place of an id or an entry of an index that cannot be."""
+        """Read the whole set; raises DataError with file and position of an invalid id or index entry."""
         for index, part in enumerate(self.parts):
             for begin in range(0, part.size, _SCAN_TOKENS):
                 self._ids(index, begin, begin + _SCAN_TOKENS)
@@ -197,22 +197,22 @@ class TokenShards:
 
 @dataclass(frozen=True, eq=False)
 class EchoedShards(TokenShards):
-    """A token set in chunks of `piece_tokens`, each twice in a row; a last chunk that is not whole is left out.
+    """A token set in chunks of `chunk_tokens`, each repeated once; an incomplete last chunk is left out.
 
-        tokens  a b c d e f g h ...      piece_tokens = 4:  a b c d a b c d e f g h e f g h ...
+        tokens  a b c d e f g h ...      chunk_tokens = 4:  a b c d a b c d e f g h e f g h ...
 
-    The second time text can be told from memory, however long ago it was. With train.seq_len twice as long the second
-    half of every sample repeats the first. Small models learn within minutes to look back over half of their context
-    (Olsson et al. 2022, induction heads), which plain text teaches them far later. So a toy shows on real text whether
-    a longer context is used.
+    The second copy can be predicted from the first, at any distance. With train.seq_len twice as long the second half
+    of every sample repeats the first. Small models learn within minutes to copy over half of their context (Olsson et
+    al. 2022, induction heads), which they learn much later from plain text. So a toy model shows on real text whether a
+    longer context is used.
     """
 
-    piece_tokens: int
+    chunk_tokens: int
 
     @property
     def token_count(self) -> int:
         """See `TokenShards.token_count`."""
-        return len(self.window) // self.piece_tokens * self.piece_tokens * 2
+        return len(self.window) // self.chunk_tokens * self.chunk_tokens * 2
 
     def read(self, start: int, count: int) -> Ids:
         """See `TokenShards.read`."""
@@ -236,15 +236,15 @@ class EchoedShards(TokenShards):
     def _twice(self, get: Callable[[int, int], npt.NDArray[_Entry]], start: int, count: int) -> npt.NDArray[_Entry]:
         self._check_range(start, count)
         positions = np.arange(start, start + count, dtype=np.int64)
-        sources = positions // (2 * self.piece_tokens) * self.piece_tokens + positions % self.piece_tokens
+        sources = positions // (2 * self.chunk_tokens) * self.chunk_tokens + positions % self.chunk_tokens
         first = int(sources.min(initial=start))
         found: npt.NDArray[_Entry] = get(first, int(sources.max(initial=first - 1)) + 1 - first)[sources - first]
         return found
 
 
-def echoed(shards: TokenShards, piece_tokens: int) -> TokenShards:
-    """`shards` with every chunk of `piece_tokens` tokens twice in a row; no index of documents: they are in chunks."""
-    return EchoedShards(shards.manifest, shards.folder, shards.parts, None, shards.prompts, shards.window, piece_tokens)
+def echoed(shards: TokenShards, chunk_tokens: int) -> TokenShards:
+    """Return `shards` with every chunk of `chunk_tokens` tokens repeated once, without an index of documents."""
+    return EchoedShards(shards.manifest, shards.folder, shards.parts, None, shards.prompts, shards.window, chunk_tokens)
 
 
 def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:

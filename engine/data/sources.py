@@ -1,4 +1,4 @@
-"""Where text comes from: plain files, JSONL, parquet and the Python standard library's own source.
+"""Sources of text: plain files, JSONL, parquet, and the source code of the Python standard library.
 
 A source is a list of files and gives their documents in chunks of about a mebibyte, so that text of any size passes
 through in bounded memory.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 _ARCHIVES = frozenset({".zst", ".bz2", ".xz", ".zip", ".7z", ".tgz"})
 _PARQUET_ROWS = 256
-_MOST_PROBLEMS = 20  # listed; the others are counted
+_MOST_PROBLEMS = 20  # listed; further ones are counted
 _UTF8_CONTINUATION = bytes(range(0x80, 0xC0))
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
@@ -51,20 +51,20 @@ class TextChunk:
 
     @cached_property
     def data(self) -> bytes:
-        """The text in UTF-8."""
+        """The text as UTF-8."""
         return self.text.encode()
 
     def cut(self, size: int) -> tuple[TextChunk, TextChunk]:
-        """(the first `size` bytes, without the character that lies across the cut, the rest)."""
+        """Split after `size` bytes, or before the character that spans the boundary; return both parts."""
         head = self.data[:size].decode(errors="ignore")
         return self.part(0, len(head)), self.part(len(head), len(self.text))
 
     def part(self, start: int, end: int) -> TextChunk:
-        """Its characters [start, end)."""
+        """Return its characters [start, end)."""
         return replace(self, text=self.text[start:end], learned=_shifted(self.learned, start, end))
 
     def followed_by(self, chunk: TextChunk) -> TextChunk:
-        """Both as one chunk, of the same document."""
+        """Return both as one chunk of the same document."""
         learned = self.learned
         if learned is not None:
             size = len(self.text)
@@ -77,26 +77,26 @@ Document = Iterable[TextChunk]
 
 @dataclass(frozen=True)
 class BadRow:
-    """Stands for a row, or a file of text, that cannot be used: problem names the place and says why."""
+    """A row, or a text file, that cannot be used; problem: its position and the reason."""
 
     problem: str
 
 
 @dataclass
 class Problems:
-    """How many there are, and the first of them."""
+    """A count of problems, and the first of them."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:
-        """Counts it, and keeps it if it is one of the first."""
+        """Count a problem, and store it if it is one of the first."""
         self.count += 1
         if len(self.first) < _MOST_PROBLEMS:
             self.first.append(problem)
 
     def listed(self) -> str:
-        """A message."""
+        """Return a message."""
         if self.count == 1:
             return self.first[0]
         left = self.count - len(self.first)
@@ -119,14 +119,14 @@ class Source:
     skips_bad_rows: bool = False
 
     def chunks(self, max_bytes: int | None, skipped: Problems | None = None) -> Iterator[TextChunk]:
-        """All text, no chunk empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
+        """Yield all text in non-empty chunks, up to `max_bytes` bytes of UTF-8 or the character that exceeds it.
 
         Rows that are left out are added to `skipped`. Raises DataError for what is no text, with every bad place of
         what was read, and where every row would be left out; OSError for a file that cannot be read.
         """
         problems, is_empty = Problems(), True
         skipped = Problems() if skipped is None else skipped
-        for chunk in self._good_pieces(max_bytes, problems, skipped if self.skips_bad_rows else problems):
+        for chunk in self._good_chunks(max_bytes, problems, skipped if self.skips_bad_rows else problems):
             is_empty = False
             yield chunk
         if problems.count:
@@ -134,8 +134,8 @@ class Source:
         if is_empty and skipped.count:
             raise DataError(f"no row is left, data.on_bad_row=skip leaves all of them out. {skipped.listed()}")
 
-    def _good_pieces(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[TextChunk]:
-        """As `chunks`, over what is wrong with files in `problems` and with rows in `bad_rows`."""
+    def _good_chunks(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[TextChunk]:
+        """Yield the chunks of `chunks`; add problems of files to `problems` and of rows to `bad_rows`."""
         left = math.inf if max_bytes is None else max_bytes
         for parts in chain.from_iterable(_documents(self.read, path, problems, bad_rows) for path in self.files):
             begins = True
@@ -155,18 +155,18 @@ class Source:
 def _documents(
     read: Callable[[Path], Iterator[Document | BadRow]], path: Path, problems: Problems, bad_rows: Problems
 ) -> Iterator[Document]:
-    """The documents of a file; what stops reading one is added to `problems`."""
+    """Yield the documents of a file; an error that stops reading is added to `problems`."""
     try:
         for document in read(path):
             if isinstance(document, BadRow):
                 bad_rows.add(document.problem)
             else:
-                yield _pieces_until_problem(document, problems)
+                yield _chunks_until_problem(document, problems)
     except DataError as error:
         problems.add(str(error))
 
 
-def _pieces_until_problem(document: Document, problems: Problems) -> Document:
+def _chunks_until_problem(document: Document, problems: Problems) -> Document:
     try:
         yield from document
     except DataError as error:
@@ -174,14 +174,14 @@ def _pieces_until_problem(document: Document, problems: Problems) -> Document:
 
 
 class _BadTextError(DataError):
-    """A file is no UTF-8."""
+    """A file is not UTF-8."""
 
 
 def open_source(config: DataConfig) -> Source:
-    """The source that `config` names, with its files listed and nothing read yet. Raises DataError and OSError."""
+    """Open the configured source: lists its files, reads nothing. Raises DataError and OSError."""
     template = None
     if config.messages_field is not None:
-        from engine.data.chat import find_template  # only who has conversations needs Jinja; GPU images may lack it
+        from engine.data.chat import find_template  # only conversations need Jinja, which GPU images may lack
 
         template = find_template(config)
     suffixes, reader = _FORMATS[config.format]
@@ -202,7 +202,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def list_files(paths: Sequence[str], suffixes: tuple[str, ...]) -> tuple[Path, ...]:
-    """Absolute paths of all regular files that `paths` name, in the order given and sorted within one entry.
+    """Return the absolute paths of all regular files in `paths`, in order and sorted within an entry.
 
     An entry is a file, a glob (`**` goes into folders) or a folder, which stands for every file below it that ends
     in one of `suffixes` and is not hidden. A file named twice is read once.
@@ -232,7 +232,7 @@ def _matches(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files that end so, in any order, none hidden or in a folder whose name is `skipped`."""
+    """Yield files with these suffixes, in any order, none hidden or in a folder named in `skipped`."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -247,7 +247,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str
 
 
 def split_text(text: str, learned: Spans | None = None) -> Iterator[TextChunk]:
-    """Pieces of at most CHUNK_BYTES characters that join to `text`, cut after a line break where there is one."""
+    """Split `text` into chunks of at most CHUNK_BYTES characters, after a line break if possible."""
     start = 0
     while len(text) - start > CHUNK_BYTES:
         cut = text.rfind("\n", start, start + CHUNK_BYTES) + 1 or start + CHUNK_BYTES
@@ -257,7 +257,7 @@ def split_text(text: str, learned: Spans | None = None) -> Iterator[TextChunk]:
 
 
 def _shifted(spans: Spans | None, start: int, end: int) -> Spans | None:
-    """What of `spans` lies in the characters [start, end), counted from `start`."""
+    """Return the part of `spans` within characters [start, end), counted from `start`."""
     if spans is None:
         return None
     clipped = ((max(first, start) - start, min(after, end) - start) for first, after in spans)
@@ -266,7 +266,7 @@ def _shifted(spans: Spans | None, start: int, end: int) -> Spans | None:
 
 @contextlib.contextmanager
 def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The content of a file, unpacked where its name ends in .gz. Raises DataError for other archives, by name."""
+    """Open a file, decompressing .gz. Raises DataError for other archives, by suffix."""
     if path.suffix in _ARCHIVES:
         raise DataError(f"{path} is compressed ({path.suffix}); only .gz is read as it is. Unpack it first.")
     if path.suffix != ".gz":
@@ -281,17 +281,17 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_text(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
-    if config.on_bad_row == "skip":  # no chunk may be given of a file that turns out to be bad further on
+    if config.on_bad_row == "skip":  # yield no chunk of a file that may turn out to be bad later
         try:
-            for _piece in _text_pieces(path):
+            for _piece in _text_chunks(path):
                 pass
         except _BadTextError as error:
             yield BadRow(str(error))
             return
-    yield _text_pieces(path)
+    yield _text_chunks(path)
 
 
-def _text_pieces(path: Path) -> Iterator[TextChunk]:
+def _text_chunks(path: Path) -> Iterator[TextChunk]:
     offset, carry, is_last = 0, b"", False
     with _open_bytes(path) as file:
         while not is_last:
@@ -318,17 +318,17 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             try:
                 record = parse_json(line.decode("utf-8-sig").rstrip("\r\n"))
                 if not isinstance(record, dict):
-                    raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
-                chunks = _record_pieces(record, place, config, template)
-                b"".join(chunk.data for chunk in chunks)  # raises where half of a surrogate pair is missing
+                    raise DataError(f"{location}: {line[:40]!r} is no object; expected one JSON object per line.")
+                chunks = _record_chunks(record, location, config, template)
+                b"".join(chunk.data for chunk in chunks)  # raises for unpaired surrogates
             except DataError as error:
                 yield BadRow(str(error))
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-                yield BadRow(f"{place}: bad JSON ({error}). Expected one JSON object per line.")
+                yield BadRow(f"{location}: bad JSON ({error}). Expected one JSON object per line.")
             else:
                 yield chunks
 
@@ -347,15 +347,15 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
             _field(dict.fromkeys(file.schema_arrow.names, ""), str(path), config, "text_field")
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
                 for at in range(batch.num_rows):
-                    place = f"{path}: row {row}"
+                    location = f"{path}: row {row}"
                     row += 1
                     try:
                         record = {name: batch.column(name)[at].as_py() for name in batch.schema.names}
-                        chunks = _record_pieces(record, place, config, None)
+                        chunks = _record_chunks(record, location, config, None)
                     except DataError as error:
                         yield BadRow(str(error))
                     except UnicodeDecodeError as error:
-                        yield BadRow(f"{place}: invalid UTF-8 ({error.reason}). Mend the row or leave it out.")
+                        yield BadRow(f"{location}: invalid UTF-8 ({error.reason}). Mend the row or leave it out.")
                     else:
                         yield chunks
     except (pyarrow.ArrowException, OSError) as error:
@@ -363,29 +363,29 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
         raise DataError(f"{path} cannot be read as parquet from row {row} on: {reason}. Check the file.") from None
 
 
-def _record_pieces(
-    record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
+def _record_chunks(
+    record: dict[str, Any], location: str, config: DataConfig, template: ChatTemplate | None
 ) -> list[TextChunk]:
     if template is not None:
-        conversation = read_conversation(record, _field(record, place, config, "messages_field", list), place)
-        return [*split_text(*template.render_chat(conversation, place))]
-    text = _field(record, place, config, "text_field")
+        conversation = read_conversation(record, _field(record, location, config, "messages_field", list), location)
+        return [*split_text(*template.render_chat(conversation, location))]
+    text = _field(record, location, config, "text_field")
     if config.prompt_field is None:
         return [*split_text(text)]
-    prompt = _field(record, place, config, "prompt_field")
+    prompt = _field(record, location, config, "prompt_field")
     return [*split_text(prompt + text, ((len(prompt), len(prompt) + len(text)),))]  # one text: tokens may join them
 
 
-def _field(record: dict[str, Any], place: str, config: DataConfig, setting: str, kind: type = str) -> Any:
-    """What stands under the key that a setting names."""
+def _field(record: dict[str, Any], location: str, config: DataConfig, setting: str, kind: type = str) -> Any:
+    """Return the value under the key that a setting names."""
     key = getattr(config, setting)
     if key not in record:
         keys = ", ".join(sorted(record)) or "none"
-        raise DataError(f"{place}: no key '{key}'; keys present: {keys}. Set data.{setting} to one of them.")
+        raise DataError(f"{location}: no key '{key}'; keys present: {keys}. Set data.{setting} to one of them.")
     if not isinstance(record[key], kind):
         what = "a string" if kind is str else "a list of messages"
         raise DataError(
-            f"{place}: '{key}' is {record[key]!r:.60}; expected {what}. Mend it or set another data.{setting}."
+            f"{location}: '{key}' is {record[key]!r:.60}; expected {what}. Mend it or set another data.{setting}."
         )
     return record[key]
 
@@ -394,7 +394,7 @@ def _field(record: dict[str, Any], place: str, config: DataConfig, setting: str,
 
 
 def stdlib_files(folder: Path) -> tuple[Path, ...]:
-    """The *.py files of the standard library at `folder`, sorted by their path inside it.
+    """Return the *.py files of the standard library in `folder`, sorted by relative path.
 
     Tests, installed packages, links and files made by one build of Python are left out, so machines with the same
     Python release have the same text.
@@ -407,7 +407,7 @@ def stdlib_files(folder: Path) -> tuple[Path, ...]:
 def _read_stdlib_file(path: Path, **_: object) -> Iterator[Document]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:  # a few files are kept in other encodings on purpose
+    except UnicodeDecodeError:  # a few files are in other encodings on purpose
         return
     yield split_text(text)
 

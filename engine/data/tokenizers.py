@@ -1,6 +1,6 @@
-"""Text <-> token ids: the bytes themselves, a BPE trained on the corpus, or any tokenizer.json.
+"""Tokenizers: bytes, a BPE trained on the corpus, or any tokenizer.json.
 
-Each knows how many bytes of text every token id stands for, so a loss per token can be told as bits per byte, the one
+Each knows the bytes of text of every token id, so a loss per token can be converted to bits per byte, the one
 unit in which models with different tokenizers can be compared.
 """
 
@@ -32,7 +32,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenSpans(NamedTuple):
-    """Tokens of a text and where they are in it.
+    """Tokens of a text with their positions in it.
 
     ids           int64 [tokens]
     offsets       characters [first, after) that each stands for, int64 [tokens, 2]
@@ -45,49 +45,51 @@ class TokenSpans(NamedTuple):
 
 
 class ByteTokenizer:
-    """The UTF-8 bytes are the ids; 255, a byte that UTF-8 never uses, ends a document. vocab_size is 256.
+    """Ids are UTF-8 bytes; 255, which UTF-8 never uses, ends a document. vocab_size is 256.
 
-    Of this and `FileTokenizer` ids lie in [0, vocab_size), and `eod_id` ends every document.
+    Ids of this and of `FileTokenizer` are in [0, vocab_size), and `eod_id` ends every document.
     """
 
     name = "bytes"
     vocab_size = 256
     eod_id = 255
-    is_local = True  # ids of a text are those of its parts, wherever it is cut
+    is_local = True  # ids of a text are those of its parts, wherever it is split
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, one per UTF-8 byte."""
+        """Return the ids of each text, one per UTF-8 byte."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
-        """Ids of each text and the characters [first, after) they stand for; there are no special tokens."""
+        """Return the ids of each text with their characters [first, after); there are no special tokens."""
         encoded = self.encode(texts)
-        characters = [np.cumsum((ids & 0xC0) != 0x80) for ids in encoded]  # what no continuation byte is, begins one
+        characters = [
+            np.cumsum((ids & 0xC0) != 0x80) for ids in encoded
+        ]  # every other than a continuation byte starts one
         return [
             TokenSpans(ids, np.stack((after - 1, after), axis=1))
             for ids, after in zip(encoded, characters, strict=True)
         ]
 
     def template_start(self) -> tuple[int, ...]:
-        """Nothing is put before a text."""
+        """Return no ids: nothing precedes a text."""
         return ()
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; a character cut in half becomes U+FFFD, the end of a document `BPE_EOD_TOKEN` or nothing."""
+        """Decode `ids`; incomplete characters become U+FFFD, the end of a document `BPE_EOD_TOKEN` or nothing."""
         end = "" if skip_special else BPE_EOD_TOKEN
         documents = bytes(int(token) for token in ids).split(bytes([self.eod_id]))
         return end.join(document.decode("utf-8", errors="replace") for document in documents)
 
     def token_bytes(self) -> Ids:
-        """Bytes of text per token id, int64 [vocab_size]: one, and none for the end of a document."""
+        """Return the bytes of text per token id, [vocab_size] int64: 1, and 0 for the end of a document."""
         return np.where(np.arange(self.vocab_size) == self.eod_id, 0, 1)
 
     def save(self, folder: Path) -> None:
-        """Nothing: there is nothing to remember."""
+        """Write nothing: there is no state."""
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, from a tokenizer.json or just trained.
+    """A tokenizer of the `tokenizers` library, from a tokenizer.json or trained.
 
     Truncation, padding and added start or end tokens that the file may ask for are switched off: they would change the
     text. Special tokens are found only by their ids, never in the text of a document (but in that of a conversation).
@@ -106,7 +108,7 @@ class FileTokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True
-        # It changes no ids where no special tokens are added, but offsets: trim_offsets takes blanks out of them.
+        # Without special tokens it changes no ids, but offsets: trim_offsets removes blanks from them.
         self._post_processor = inner.post_processor
         inner.post_processor = None
         self._inner = inner
@@ -122,7 +124,7 @@ class FileTokenizer:
         return self._inner
 
     def _find_end(self, stated: Mapping[str, Sequence[int]]) -> int:
-        """What ends a document: the eos_token of the tokenizer, else an id that its folder states, else a known name.
+        """Return the id that ends a document: the eos_token, else one stated in the folder, else a known name.
 
         Raises DataError when the files of the folder contradict one another, or nothing is found.
         """
@@ -147,18 +149,18 @@ class FileTokenizer:
         return choice[0]
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, computed on all cores."""
+        """Return the ids of each text, computed on all cores."""
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.int64) for item in encoded]
 
     def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
-        """Ids of each text and the characters [first, after) they stand for, computed on all cores.
+        """Return the ids of each text with their characters [first, after), computed on all cores.
 
         finds_special: whether special tokens are what they spell, as in conversations, or plain text.
         """
         if finds_special or not self._is_lossless:
             return self._encode_with_offsets(texts, finds_special=finds_special)
-        # The library takes twice as long to follow offsets; of bytes they are a sum.
+        # The library is twice as slow with offsets; for byte-level tokens they are a cumulative sum.
         found = [self._placed(text, ids) for text, ids in zip(texts, self.encode(texts), strict=True)]
         missing = [text for text, item in zip(texts, found, strict=True) if item is None]
         rest = iter(self._encode_with_offsets(missing, finds_special=False))
@@ -166,7 +168,7 @@ class FileTokenizer:
 
     @cached_property
     def _is_lossless(self) -> bool:
-        """Whether tokens are bytes of a text, or fewer where blanks are swallowed: byte-level, nothing added."""
+        """Return whether tokens are bytes of the text (possibly without blanks): byte-level, nothing added."""
         parts = json.loads(self._inner.to_str())
         decoder, splitter = (json.dumps(parts.get(key)) for key in ("decoder", "pre_tokenizer"))
         return '"ByteLevel"' in decoder and '"add_prefix_space": true' not in splitter
@@ -176,19 +178,19 @@ class FileTokenizer:
         return self.token_bytes()
 
     def _placed(self, text: str, ids: Ids) -> TokenSpans | None:
-        """`ids` of `text` with their characters, by the bytes of the tokens; None where these are not its bytes."""
+        """Return `ids` of `text` with their characters, from the tokens' bytes; None if those are not its bytes."""
         normalizer = self._inner.normalizer
         if normalizer is not None and normalizer.normalize_str(text) != text:
             return None
         data, ends = np.frombuffer(text.encode(), dtype=np.uint8), np.cumsum(self._text_bytes[ids])
         if not ids.size or ends[-1] != data.size:
             return None
-        characters = np.cumsum((data & 0xC0) != 0x80)  # what no continuation byte is, begins one
+        characters = np.cumsum((data & 0xC0) != 0x80)  # every other than a continuation byte starts one
         begins = ends - self._text_bytes[ids]
         return TokenSpans(ids, np.stack((characters[begins] - 1, characters[ends - 1]), axis=1))
 
     def _encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
-        """As `encode_with_offsets`, with the offsets of the library."""
+        """Encode as `encode_with_offsets`, with the offsets of the library."""
         self._inner.encode_special_tokens = not finds_special
         try:
             encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
@@ -213,7 +215,7 @@ class FileTokenizer:
         return np.array([n == 0 or word != words[n - 1] for n, word in enumerate(words)], dtype=np.bool_)
 
     def template_start(self) -> tuple[int, ...]:
-        """What the file's own template puts before every text, as transformers has it: often one id, or none.
+        """Return the ids that the file's template puts before every text, as in transformers: often one, or none.
 
         What it puts after a text is left out: `eod_id` ends every document.
         """
@@ -223,11 +225,11 @@ class FileTokenizer:
         return tuple(encoded.ids[:added])
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`, without special tokens unless they are asked for."""
+        """Decode `ids`, with or without special tokens."""
         return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=skip_special))
 
     def token_bytes(self) -> Ids:
-        """Bytes of text per token id, int64 [vocab_size]; none for ids that stand for no text.
+        """Return the bytes of text per token id, [vocab_size] int64; 0 for ids without text.
 
         Over a document they add up to the length of its UTF-8 text: exactly for tokenizers that work on bytes, closely
         for those that normalise text, add spaces, or have added tokens that swallow blanks (`TokenShards.byte_ratio`).
@@ -236,7 +238,7 @@ class FileTokenizer:
         special = {index for index, token in added.items() if token.special}
         tokens = {index: token for token, index in self._vocab.items() if index not in {*special, self.eod_id}}
         decoder = json.dumps(json.loads(self._inner.to_str()).get("decoder"))
-        if '"ByteLevel"' in decoder:  # which writes each byte as one character of its alphabet
+        if '"ByteLevel"' in decoder:  # writes each byte as one character of its alphabet
             from tokenizers import pre_tokenizers
 
             alphabet = set(pre_tokenizers.ByteLevel.alphabet())
@@ -263,7 +265,7 @@ class FileTokenizer:
 
     @contextlib.contextmanager
     def _post_processed(self) -> Iterator[None]:
-        """The tokenizer with the post-processor of its file."""
+        """Return the tokenizer with the post-processor of its file."""
         self._inner.post_processor = self._post_processor
         try:
             yield
@@ -271,14 +273,14 @@ class FileTokenizer:
             self._inner.post_processor = None
 
     def named_tokens(self) -> dict[str, str]:
-        """Name -> text of special tokens, with the one that ends a document and the one that begins every text."""
+        """Return special tokens by name, including those that end a document and begin every text."""
         found = {"eos_token": str(self._inner.id_to_token(self.eod_id))}
         if first := self.template_start():
             found["bos_token"] = str(self._inner.id_to_token(first[0]))
         return found | self.special_tokens
 
     def named_id(self, name: str) -> int | None:
-        """The id of a special token by its name, such as bos_token."""
+        """Return the id of a special token by name, such as bos_token."""
         return self._vocab.get(self.named_tokens().get(name))
 
 
@@ -286,7 +288,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """A byte-level BPE of at most `vocab_size` ids trained on `texts`; the same texts give the same tokenizer.
+    """Train a byte-level BPE of at most `vocab_size` ids on `texts`; deterministic.
 
     Id 0 is the end of a document, then come the 256 bytes, so every text can be encoded. A small corpus may not have
     enough repeated pairs and gives fewer ids. `vocab_size` is at least 257.
@@ -308,7 +310,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 
 
 def load_tokenizer_file(path: Path, name: str | None = None, *, verify: bool = False) -> FileTokenizer:
-    """The tokenizer of a folder, or of a tokenizer.json and the files beside it.
+    """Load the tokenizer of a folder, or of a tokenizer.json and the files next to it.
 
     Args:
         path: the folder, or the file in it.
@@ -321,6 +323,6 @@ def load_tokenizer_file(path: Path, name: str | None = None, *, verify: bool = F
 
 
 def tokenizer_of(files: TokenizerFiles, name: str, *, verify: bool = False) -> FileTokenizer:
-    """The tokenizer that these files describe. Raises as `load_tokenizer_file`."""
+    """Build the tokenizer that these files describe. Raises as `load_tokenizer_file`."""
     found = resolve_tokenizer(files, verify=verify)
     return FileTokenizer(found.inner, name, found.special_tokens, files.stated_ends)

@@ -1,4 +1,4 @@
-"""What training will see, for people: the samples of a step with text, labels, documents and padding.
+"""Shows what training will see: the samples of a step with text, labels, documents and padding.
 
 Tokens and labels are those of the training step: `training_batches` builds the trainer's own sampler with the trainer's
 own arguments, and everything here is read off its batches.
@@ -20,7 +20,7 @@ from engine.data.tokenizers import Ids, Tokenizer
 
 
 def training_sampler(data: TrainingData, config: RunConfig) -> Sampler:
-    """The stream that the trainer of `config` reads. Raises DataError when a corpus has no whole sample."""
+    """Build the sampler that the trainer of `config` uses. Raises DataError if a corpus has no complete sample."""
     return data.sampler(
         config.train.seq_len,
         config.seed,
@@ -30,7 +30,7 @@ def training_sampler(data: TrainingData, config: RunConfig) -> Sampler:
 
 
 def validation_batches(data: PreparedData, config: RunConfig, dp: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-    """The batches that a validation of `config` reads on data-parallel rank `dp` = (rank, ranks)."""
+    """Yield the batches of a validation of `config` on data-parallel rank `dp` = (rank, ranks)."""
     return sequential_batches(
         data.validation,
         config.train.seq_len,
@@ -42,7 +42,7 @@ def validation_batches(data: PreparedData, config: RunConfig, dp: tuple[int, int
 
 
 def samples_per_step(config: RunConfig) -> int:
-    """Sequences of one optimizer step, over all ranks and micro-steps."""
+    """Return the sequences of one optimizer step over all ranks and micro-steps."""
     ranks = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     return ranks * config.train.micro_batch_size * config.train.grad_accum_steps
 
@@ -68,35 +68,35 @@ class SampleView:
 
     @property
     def seq_len(self) -> int:
-        """Tokens that the model reads."""
+        """Number of tokens."""
         return self.ids.size - 1
 
     @property
     def learned_tokens(self) -> int:
-        """Labels of the sample."""
+        """Number of labels."""
         return int(self.is_learned.sum())
 
     @property
     def learned_ranges(self) -> list[tuple[int, int]]:
-        """Ranges [first, after) of tokens that are learned, ascending."""
+        """Ranges [first, after) of labels, ascending."""
         edges = np.flatnonzero(np.diff(self.is_learned, prepend=False, append=False)).tolist()
         return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def training_views(data: TrainingData, config: RunConfig, step: int, count: int) -> list[SampleView]:
-    """`count` samples of the stream from the first one of `step` (from 0) on."""
+    """Return `count` samples of the stream from the first one of `step` (from 0) on."""
     sampler, first = training_sampler(data, config), step * samples_per_step(config)
     views = []
     sampler.start_at(0, first)
     for row in range(count):
         batch = sampler.batch(0, 0, row, max(count, 1), 1)  # row number `row` of the stream after `first`
-        shards, sample = sampler.place_of(first + row)
+        shards, sample = sampler.locate(first + row)
         views.append(_view(first + row, batch, 0, shards, sample))
     return views
 
 
 def validation_views(data: PreparedData, config: RunConfig, count: int) -> list[SampleView]:
-    """The first `count` samples of a validation, fewer where it reads fewer."""
+    """Return the first `count` samples of a validation, or all if it has fewer."""
     views: list[SampleView] = []
     for batch in validation_batches(data, config):
         for row in range(len(batch.tokens)):
@@ -125,7 +125,7 @@ def _view(number: int, batch: Batch, row: int, shards: TokenShards, sample: int)
 
 
 def decoded(tokenizer: Tokenizer, ids: Sequence[int], before: Sequence[int] = ()) -> str:
-    """Text of `ids` with special tokens, as it stands after the tokens `before`; half a character is U+FFFD.
+    """Decode `ids` with special tokens, as they follow the tokens `before`; incomplete characters are U+FFFD.
 
     Many decoders drop a blank in front of a text, so `ids` are decoded behind their predecessors.
     """
@@ -137,7 +137,7 @@ def decoded(tokenizer: Tokenizer, ids: Sequence[int], before: Sequence[int] = ()
 
 
 def warnings_of(views: Sequence[SampleView]) -> Iterable[str]:
-    """What a person should see before a launch, one sentence each."""
+    """Return warnings to show before a launch, one sentence each."""
     tokens, learned = sum(view.seq_len for view in views), sum(view.learned_tokens for view in views)
     empty = sum(not view.learned_tokens for view in views)
     cut = sum(view.is_cut is True for view in views)

@@ -1,4 +1,4 @@
-"""Peak bytes of live tensors, counted exactly: what a caching allocator's statistics are for a GPU, also for a CPU."""
+"""Counts the bytes of live tensors exactly, on any device: what a caching allocator's statistics are for a GPU."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from engine.device.host_memory import lies_in_host_memory
+from engine.device.host_memory import is_in_host_memory
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
 class Label(NamedTuple):
-    """What a storage belongs to, and whether it counts as host memory."""
+    """The component of a storage, and whether it counts as host memory."""
 
     component: str = "other"
     on_host: bool = False
 
 
-# Given the operation that showed a storage first and the tensor, called while that operation's Python frames exist.
+# Called with the operation that first used a storage and the tensor, while the operation's Python frames exist.
 Classifier = Callable[[Any, Tensor], Label]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive at once.
+    """The most bytes alive at one time.
 
-    phase        in which it came; "" outside of all
-    components   bytes by component at that moment; they add up to `total_bytes`
+    Attributes:
+        phase: When; "" outside of all phases.
+        components: Bytes by component at that time; they add up to `total_bytes`.
     """
 
     total_bytes: int = 0
@@ -62,37 +63,37 @@ class Memory:
         self.phase_peaks: dict[str, Peak] = {}
 
     def change(self, component: str, size: int) -> None:
-        """Adds `size` bytes, or takes them away."""
+        """Add `size` bytes, which may be negative."""
         self.live_bytes += size
         self.by_component[component] += size
 
     @property
     def is_new_peak(self) -> bool:
-        """Whether more is alive than ever in this phase."""
+        """Whether more bytes are alive than ever before in this phase."""
         return self.phase not in self.phase_peaks or self.live_bytes > self.phase_peaks[self.phase].total_bytes
 
     def note(self) -> None:
-        """Takes what is alive now as the phase's peak where it is higher."""
+        """Update the phase's peak."""
         if self.is_new_peak:
             components = {name: size for name, size in self.by_component.items() if size}
             self.phase_peaks[self.phase] = Peak(self.live_bytes, self.phase, components)
 
     @property
     def peak(self) -> Peak:
-        """The highest of all phases."""
+        """The highest peak of all phases."""
         return max(self.phase_peaks.values(), key=lambda peak: peak.total_bytes, default=Peak())
 
 
 class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which every storage that an operation reads or makes is counted once, until it is freed.
+    """Context that counts every storage which an operation reads or creates, once, until it is freed.
 
-    Views share a storage and add nothing; of a DTensor this rank's part counts, of other wrappers what they wrap; what
-    a kernel allocates inside one operation is not seen. Storages that live already, and may be freed while no operation
-    has touched them yet, can be named with `watch`. Works in backward on a CPU (autograd runs it in the calling
-    thread), and under FakeTensorMode. Holds no tensor alive. Costs some ten microseconds per operation.
+    Views share a storage and add nothing. Of a DTensor the local shard counts, of other wrappers what they wrap. Memory
+    that a kernel allocates within one operation is not seen. Storages that exist already should be passed to `watch`,
+    since they may be freed before an operation uses them. Works in backward on a CPU (autograd runs it in the calling
+    thread) and under FakeTensorMode. Keeps no tensor alive. Costs about ten microseconds per operation.
 
-    What `engine.device.host_memory.host_empty` allocates is host memory, all else device memory; each has its own peak.
-    With a `classify` function every storage has a component, and a peak a breakdown by component that adds up to it.
+    Tensors of `engine.device.host_memory.host_empty` are host memory, all others device memory; each has its own peak.
+    With a `classify` function every storage has a component, and peaks are broken down by component.
 
         with LiveTensorTracker() as tracker:
             tracker.enter("forward")
@@ -102,7 +103,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, classify: Classifier | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._classify = classify or (lambda _, tensor: Label(on_host=lies_in_host_memory(tensor)))
+        self._classify = classify or (lambda _, tensor: Label(on_host=is_in_host_memory(tensor)))
         self._storages: dict[int, _Storage] = {}  # by id of the storage, which lives as long as its memory does
         self._seen = 0
         self.device = Memory()
@@ -110,7 +111,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def live_bytes(self) -> int:
-        """Device bytes of the storages that are alive now."""
+        """Device bytes of the storages alive now."""
         self._recount()
         return self.device.live_bytes
 
@@ -121,23 +122,23 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def peak_host_bytes(self) -> int:
-        """Most host bytes, likewise; not at the same moment."""
+        """Most host bytes, likewise; not necessarily at the same time."""
         return self.host.peak.total_bytes
 
     def reset_peak(self) -> None:
-        """Begins new peaks at what is alive now."""
+        """Start new peaks at the bytes alive now."""
         self.device.phase_peaks, self.host.phase_peaks = {}, {}
         self.enter(self.device.phase)
 
     def enter(self, phase: str) -> None:
-        """From now on it is phase `phase`; "" for none."""
+        """Enter phase `phase`; "" for none."""
         self._recount()
         for memory in (self.device, self.host):
             memory.phase = phase
             memory.note()
 
     def watch(self, tensors: Iterable[Tensor], label: Label | None = None) -> None:
-        """Counts tensors that live already; with a `label` they have that one from now on."""
+        """Count existing tensors; with a `label` they get it."""
         for tensor in tensors:
             for part in _parts(tensor):
                 self._see(None, part)
@@ -148,19 +149,19 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def moment(self) -> int:
-        """Storages seen so far: a point in time for `relabel_since`."""
+        """Number of storages seen so far, a point in time for `relabel_since`."""
         return self._seen
 
-    def relabel_since(self, moment: int, component: str, *, keep: frozenset[str]) -> None:
-        """Gives storages seen since `moment` and still alive another component, but for those of `keep`."""
+    def relabel_since(self, moment: int, component: str, *, exclude: frozenset[str]) -> None:
+        """Change the component of storages that were seen since `moment` and are alive, except those of `exclude`."""
         for storage in reversed(list(self._storages.values())):
             if storage.number < moment:
                 break
-            if storage.label.component not in keep:
+            if storage.label.component not in exclude:
                 self._count(storage, storage.size, storage.label._replace(component=component))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, then counts."""
+        """Run the operation, then count its tensors."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, result)):
             for part in _parts(tensor) if isinstance(tensor, Tensor) else ():
@@ -179,23 +180,23 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = _Storage(weakref.ref(storage), 0, self._classify(func, tensor), self._seen)
             self._storages[key] = known
             self._seen += 1
-            weakref.finalize(storage, self._forget, key).atexit = False
+            weakref.finalize(storage, self._remove, key).atexit = False
         if known.size != size:
             self._count(known, size, known.label)
 
-    def _forget(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         storage = self._storages.pop(key)
         self._count(storage, 0, storage.label)
 
     def _count(self, storage: _Storage, size: int, label: Label) -> None:
-        """Takes away what a storage counted so far, and adds what it is now."""
+        """Replace what a storage counts by its new size and label."""
         for of, change in ((storage.label, -storage.size), (label, size)):
             (self.host if of.on_host else self.device).change(of.component, change)
         storage.size, storage.label = size, label
 
     def _note_peaks(self) -> None:
         if self.device.is_new_peak or self.host.is_new_peak:
-            # FSDP resizes storages without an operation: trust no sum before it makes a new peak.
+            # FSDP resizes storages without an operation, so recount before a sum becomes a peak.
             self._recount()
             self.device.note()
             self.host.note()
@@ -208,7 +209,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensors that hold its memory: a wrapper, such as a DTensor, names a storage that has a size and no memory."""
+    """Return the tensors that hold the memory: the storage of a wrapper such as DTensor has a size and no memory."""
     if type(tensor) in _PLAIN:
         return (tensor,)
     if isinstance(tensor, DTensor):

@@ -1,11 +1,11 @@
-"""Walking a tensor in blocks of rows, so that wide temporaries are bounded and, on a CPU, stay in cache.
+"""Iterates over a tensor in blocks of rows, so that fp32 temporaries are bounded and, on a CPU, stay in cache.
 
 Statistics, rotations and softmax are computed in fp32 whatever the dtype of the tensors. A whole fp32 copy would be
-written to and read from main memory by every operation; a block of it lives in cache from the first to the last.
+written to and read from main memory by every operation; a block of it stays in cache for all of them.
 
 A prediction of memory (`engine.training.fake_run.memory`) runs the same code on tensors without values. While it does,
-`rehearse` says which device they stand for, and walks visit their first two spans and the last: those in between need
-the same memory as the second, which finds what the first left.
+`use_fake_run` sets which device they represent, and loops visit their first two spans and the last: those in between
+need the same memory as the second, which starts with what the first left allocated.
 """
 
 from __future__ import annotations
@@ -28,53 +28,54 @@ ACCELERATOR_BLOCK_ELEMENTS = 2**26
 
 @dataclass(frozen=True)
 class FakeRun:
-    """How code runs whose values nobody reads.
+    """How code runs on tensors without values.
 
-    as_accelerator   tensors of the CPU stand for those of an accelerator
-    ends_only        walks visit their first two spans and the last
+    Attributes:
+        as_accelerator: CPU tensors represent those of an accelerator.
+        ends_only: Loops over spans visit their first two and the last.
     """
 
     as_accelerator: bool = False
     ends_only: bool = True
 
 
-_REHEARSAL: ContextVar[FakeRun | None] = ContextVar("rehearsal", default=None)
+_FAKE_RUN: ContextVar[FakeRun | None] = ContextVar("fake_run", default=None)
 
 
 @contextmanager
-def rehearse(rehearsal: FakeRun) -> Iterator[None]:
-    """Inside the body, in this thread or task alone, code runs as `rehearsal` says; the results are worthless."""
-    token = _REHEARSAL.set(rehearsal)
+def use_fake_run(fake_run: FakeRun) -> Iterator[None]:
+    """Apply `fake_run` inside the body, in this thread or task only; results are meaningless."""
+    token = _FAKE_RUN.set(fake_run)
     try:
         yield
     finally:
-        _REHEARSAL.reset(token)
+        _FAKE_RUN.reset(token)
 
 
 def is_fake_accelerator() -> bool:
-    """Whether tensors of the CPU stand for an accelerator's now: work whose results it leaves out is never missed."""
-    rehearsal = _rehearsal()
-    return rehearsal is not None and rehearsal.as_accelerator
+    """Return whether CPU tensors represent those of an accelerator; some work is skipped then."""
+    fake_run = _current_fake_run()
+    return fake_run is not None and fake_run.as_accelerator
 
 
-def _rehearsal() -> FakeRun | None:
-    """The one that is going on; compiled code has none, and the compiler cannot trace the question."""
-    return None if torch.compiler.is_compiling() else _REHEARSAL.get()
+def _current_fake_run() -> FakeRun | None:
+    # The compiler cannot trace a ContextVar, and compiled code is never part of a fake run.
+    return None if torch.compiler.is_compiling() else _FAKE_RUN.get()
 
 
 def acts_as_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` is done as an accelerator does it: it is one, or stands for one in a rehearsal."""
+    """Return whether `device` is an accelerator, or represents one in a fake run."""
     return device.type != "cpu" or is_fake_accelerator()
 
 
 def spans(total: int, size: int, *, leave_nothing: bool = False) -> Iterator[slice]:
-    """Slices of `size` that cover [0, total) in order, the last one maybe shorter; in a rehearsal three of them.
+    """Yield slices of `size` that cover [0, total) in order, the last possibly shorter; in a fake run three.
 
-    leave_nothing   all that one needs is free again when the next begins; then a rehearsal visits the first alone
+    leave_nothing   a slice leaves nothing allocated for the next; then a fake run visits the first alone
     """
-    rehearsal = _rehearsal()
+    fake_run = _current_fake_run()
     starts: range | tuple[int, ...] = range(0, total, size)
-    if rehearsal is not None and rehearsal.ends_only:
+    if fake_run is not None and fake_run.ends_only:
         if leave_nothing and starts:
             starts = (0,)
         elif len(starts) > 3:
@@ -84,24 +85,24 @@ def spans(total: int, size: int, *, leave_nothing: bool = False) -> Iterator[sli
 
 
 def ends(items: Sequence[Item]) -> Sequence[Item]:
-    """All items of a walk; in a rehearsal the first two and the last, as in `spans`."""
-    rehearsal = _rehearsal()
-    if rehearsal is None or not rehearsal.ends_only or len(items) <= 3:
+    """Return all items of a loop; in a fake run the first two and the last, as in `spans`."""
+    fake_run = _current_fake_run()
+    if fake_run is None or not fake_run.ends_only or len(items) <= 3:
         return items
     return (items[0], items[1], items[-1])
 
 
 def row_blocks(rows: int, row_elements: int, device: torch.device) -> Iterator[slice]:
-    """Slices that cover [0, rows) in order, each of at least one row and about one block of elements."""
+    """Yield slices that cover [0, rows) in order, each of at least one row and about one block of elements."""
     limit = ACCELERATOR_BLOCK_ELEMENTS if acts_as_accelerator(device) else CPU_BLOCK_ELEMENTS
     return spans(rows, max(1, limit // max(1, row_elements)))
 
 
 def temporary_blocks(rows: torch.Tensor) -> Iterator[slice]:
-    """`row_blocks` of [rows, columns]; none in a rehearsal of an accelerator, whose kernels have no temporaries."""
+    """Yield `row_blocks` of [rows, columns]; none in a fake run of an accelerator: its kernels have no temporaries."""
     return iter(()) if is_fake_accelerator() else row_blocks(rows.shape[0], rows.shape[1], rows.device)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums over values of `dtype`: float64 for float64, else float32."""
+    """Return the dtype of statistics and sums over values of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

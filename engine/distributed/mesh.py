@@ -1,4 +1,4 @@
-"""The one object that owns the meshes of a run, and what a process must know to become one of its ranks."""
+"""The device meshes of a run, and how a process becomes one of its ranks: placement, device, process group."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from engine.distributed.collectives import gather_objects
 from engine.planning.topology import Degrees, Topology
 from engine.resolve.degrees import place_ranks
 
-# Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
+# Before training one rank of a node may tokenise the whole corpus while the others wait in a collective.
 START_TIMEOUT = timedelta(minutes=60)
-STEP_TIMEOUT_S = 600.0  # in training: no rank is so far ahead of another
+STEP_TIMEOUT_S = 600.0  # of a collective in training
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ WHOLE = RowPart()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process lies, as torchrun says in the environment; one process alone without torchrun."""
+    """Rank and local rank of this process, from torchrun's environment; rank 0 of 1 without torchrun."""
 
     rank: int
     world_size: int
@@ -55,10 +55,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run and this rank's place on every axis; all ranks build the same one.
+    """The ranks of a run and the coordinates of this rank.
 
-    `topology` covers all ranks; `fsdp_mesh` is the mesh over which parameters are sharded (and, with two dimensions,
-    replicated over the first); `tp_mesh` the one over which matrices are sliced, None where each is whole.
+    Ranks are numbered with tp fastest, then cp, then dp_shard, then dp_replicate.
+
+    Attributes:
+        rank: Global rank.
+        degrees: Sizes of all axes.
+        device: This rank's device.
+        topology: Nodes and ranks per node, of all ranks.
+        fsdp_mesh: Parameters are sharded over its last dimension, dp_shard x cp; a first dimension holds replicas.
+        tp_mesh: Matrices are sliced over it; None without tensor parallelism.
     """
 
     rank: int
@@ -70,37 +77,37 @@ class Mesh:
 
     @property
     def cp_rank(self) -> int:
-        """Place of this rank among those that share its sequence."""
+        """Index of this rank in its cp group, the ranks that share its sequences."""
         return self.rank // self.degrees.tp_size % self.degrees.cp_size
 
     @property
     def tp_rank(self) -> int:
-        """Place of this rank among those that slice its matrices."""
+        """Index of this rank in its tp group, the ranks that share its matrices."""
         return self.rank % self.degrees.tp_size
 
     @property
     def row_part(self) -> RowPart:
-        """Which of its cp rank's rows this rank holds between layers, and has the labels of."""
+        """The part of the cp rank's rows that this rank holds between layers, and whose labels it has."""
         return RowPart(self.tp_rank, self.degrees.tp_size)
 
     @property
     def cp_topology(self) -> Topology:
-        """Where the ranks of this rank's cp group lie."""
+        """Nodes and ranks per node of this rank's cp group."""
         return self.degrees.cp_topology(self.topology)
 
     @property
     def dp_size(self) -> int:
-        """Groups that read different sequences."""
+        """Number of data-parallel groups, which read different sequences."""
         return self.degrees.dp_replicate_size * self.degrees.dp_shard_size
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `dp_size` groups this rank belongs to."""
+        """Index of this rank's data-parallel group, 0 .. dp_size - 1."""
         return self.rank // self.degrees.sequence_ranks
 
 
 def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
-    """This process's place from torchrun's variables; rank 0 of 1 when there are none."""
+    """Read this process's placement from torchrun's variables; rank 0 of 1 if there are none."""
     world_size = int(environment.get("WORLD_SIZE", "1"))
     return Placement(
         rank=int(environment.get("RANK", "0")),
@@ -111,7 +118,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
 
 
 def check_world(cluster: ClusterConfig, placement: Placement) -> None:
-    """Raises ConfigError where the ranks that were started are not those of the configuration."""
+    """Raise ConfigError if the ranks that were started are not those of the configuration."""
     problems = []
     started = f"{placement.world_size} ranks were started, {placement.local_world_size} of them on this node"
     if cluster.world_size is not None and cluster.world_size != placement.world_size:
@@ -130,9 +137,15 @@ def check_world(cluster: ClusterConfig, placement: Placement) -> None:
 
 
 def choose_device(cluster: ClusterConfig, placement: Placement, gpus: int | None = None) -> torch.device:
-    """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU. `gpus`: null: that torch sees.
+    """Return the device of this rank: its GPU with NCCL; with gloo the CPU or a shared GPU.
 
-    Raises ConfigError when GPUs are too few.
+    Args:
+        cluster: backend and ranks_share_device.
+        placement: Local rank and ranks of this node.
+        gpus: GPUs of this node; None: those that torch sees.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks on this node.
     """
     if gpus is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -157,44 +170,52 @@ def choose_device(cluster: ClusterConfig, placement: Placement, gpus: int | None
 def start_process_group(
     device: torch.device, placement: Placement, *, store: Store | None = None, timeout: timedelta = START_TIMEOUT
 ) -> bool:
-    """Whether this call started the default process group (then the caller must destroy it).
+    """Start the default process group unless there is one; return whether it did (then the caller must destroy it).
 
-    Ranks meet where torchrun says, or at `store`; without either a group of one rank is made, so that one code path
-    serves every world size.
+    Without torchrun and `store` it makes a group of one rank, so that one code path serves every world size.
+
+    Args:
+        device: This rank's device; sets the current CUDA device.
+        placement: Rank and world size.
+        store: Rendezvous; None: torchrun's.
+        timeout: Of its collectives.
     """
     if dist.is_initialized():
         return False
-    alone = device.type == "cuda" and placement.local_world_size <= torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if alone else "gloo"  # NCCL refuses ranks that share a GPU
+    has_own_gpu = device.type == "cuda" and placement.local_world_size <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"  # NCCL refuses ranks that share a GPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is None and placement.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = HashStore()
-    place: dict[str, Any] = {}
+    rendezvous: dict[str, Any] = {}
     if store is not None:
-        place = {"store": store, "rank": placement.rank, "world_size": placement.world_size}
-    dist.init_process_group(backend, timeout=timeout, **place)
+        rendezvous = {"store": store, "rank": placement.rank, "world_size": placement.world_size}
+    dist.init_process_group(backend, timeout=timeout, **rendezvous)
     return True
 
 
 def step_timeout(cluster: ClusterConfig) -> timedelta:
-    """How long a rank in training waits for another: behind whoever watches for hangs, who can tell more about them."""
+    """Return the timeout of collectives in training, at least twice the hang timeout.
+
+    Hang detection reports more than a timed-out collective, so it must come first.
+    """
     return timedelta(seconds=max(STEP_TIMEOUT_S, 2 * (cluster.hang_timeout_s or 0.0)))
 
 
 def limit_waits(mesh: Mesh, timeout: timedelta) -> None:
-    """From now on collectives on the mesh's device fail after `timeout`: FSDP's, and those of the default group.
+    """Set the timeout of the default group and of the mesh's groups for collectives on the mesh's device.
 
-    DeviceMesh has no way to give its groups a timeout, and a mesh over all ranks takes the default group as its own.
+    DeviceMesh has no argument for the timeout of its groups, and a mesh over all ranks uses the default group.
     """
     meshes = [mesh.fsdp_mesh, *([] if mesh.tp_mesh is None else [mesh.tp_mesh])]
-    groups = {group for one in meshes for group in one.get_all_groups()}
+    groups = {group for device_mesh in meshes for group in device_mesh.get_all_groups()}
     for group in {*groups, dist.distributed_c10d._get_default_group()}:
         group._get_backend(mesh.device)._set_default_timeout(timeout)
 
 
 def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
-    """The mesh of ranks that no launch has resolved, on the started process group; called by all ranks.
+    """Build the mesh of ranks that no launch has resolved, on the started process group. Collective.
 
     Raises ConfigError with all problems.
     """
@@ -206,19 +227,20 @@ def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
 
 
 def open_mesh(rank: int, degrees: Degrees, device: torch.device, topology: Topology) -> Mesh:
-    """The mesh of a rank that has its place; collective. FSDP2 demands that its two meshes are of one root."""
+    """Build the mesh of `rank`. Collective over all ranks."""
     axes = {"fsdp": degrees.dp_shard_size * degrees.cp_size}
     if degrees.dp_replicate_size > 1:
         axes = {"dp_replicate": degrees.dp_replicate_size, **axes}
     if degrees.tp_size == 1:
         fsdp_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         return Mesh(rank, degrees, device, topology, fsdp_mesh)
+    # FSDP2 requires that the fsdp mesh and the mesh of DTensor parameters (tp) are slices of one root mesh.
     root = init_device_mesh(device.type, (*axes.values(), degrees.tp_size), mesh_dim_names=(*axes, "tp"))
     return Mesh(rank, degrees, device, topology, root[tuple(axes)], root["tp"])
 
 
 def _count_nodes(placement: Placement) -> int:
-    """Nodes of equally many ranks, else every rank is its own; every rank gets the same answer."""
+    """Return the number of nodes if all have equally many ranks, else the world size. Collective."""
     world_size = dist.get_world_size()
     same = len(set(gather_objects(placement.local_world_size))) == 1 and world_size % placement.local_world_size == 0
     return world_size // placement.local_world_size if same else world_size

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers loads: safetensors shards, config.json, tokenizer. NumPy, no torch.
+"""Exports a checkpoint to a folder for transformers: safetensors, config.json, tokenizer. NumPy, no torch.
 
 One weight is in memory at a time, so models far larger than this machine's memory can be written: the library
 safetensors would want a whole file's. The folder appears under its name when it is whole.
@@ -48,7 +48,7 @@ _PREFIX = "model."
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """What to write: the checkpoint in a folder, of a run of `config`, into `folder`, in files of at most `file_bytes`.
+    """What to export: the checkpoint of a run of `config` to `folder`, in files of at most `file_bytes`.
 
     base: the model folder that training began with, whose other facts are carried over.
     tokenizer: a folder with a tokenizer, or a tokenizer.json with files beside it; over files of the same name in base.
@@ -67,7 +67,7 @@ class ExportOrder:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. warnings: what transformers will do otherwise than the run did."""
+    """What was written. warnings: differences between transformers and the run."""
 
     step: int
     files: int
@@ -76,7 +76,7 @@ class Exported:
 
 
 def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> Exported:
-    """Write it; `progress` hears bytes of weights as they are read. manifest: of the checkpoint, which was verified.
+    """Write the export; `progress` gets the bytes of weights read. manifest: of the verified checkpoint.
 
     Raises CheckpointError when the folder exists or cannot be written, ConfigError when no family of transformers has
     this shape, DataError when the tokenizer cannot be read.
@@ -107,7 +107,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
 
 
 def _copy_files(order: ExportOrder, base: ModelFolder | None, part: Path) -> None:
-    """Copy the files that training does not change, byte for byte; those of order.tokenizer win over those of base.
+    """Copy the files that training does not change; those of order.tokenizer override those of base.
 
     README.md stays behind: it describes another model. So do weights in other formats and Python files.
     """
@@ -130,7 +130,7 @@ def _copy(source: Path, names: Sequence[str], part: Path) -> None:
 
 
 def _write_json(path: Path, document: Mapping[str, Any], original: Mapping[str, Any] | None) -> None:
-    """Write `document` unless the copied file says the same already."""
+    """Write `document` unless the copied file is equal already."""
     if original is None or document != original or not path.is_file():
         path.write_text(json_text(document))
 
@@ -178,18 +178,18 @@ def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path
 
 
 def check_new(folder: Path) -> None:
-    """Raises CheckpointError when there is something at `folder`."""
+    """Raise CheckpointError if `folder` exists."""
     if folder.exists() or folder.is_symlink():
         raise CheckpointError(f"{folder} exists; export writes a new folder")
 
 
 def weight_bytes(manifest: Manifest) -> int:
-    """Bytes of weights in a checkpoint, which `export` reads."""
+    """Return the bytes of weights in a checkpoint, which `export` reads."""
     return sum(4 * math.prod(facts.shape) for name, facts in manifest.tensors.items() if name.startswith(_PREFIX))
 
 
 def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tuple[str, ...]]:
-    """(keys that every token sees, or None for all before it; what transformers cannot do)."""
+    """Return the attention window (None: causal), and warnings of what transformers cannot express."""
     attention = config.attention
     kinds = {*attention.mask_layers} or {attention.mask}
     if kinds == {"causal"}:
@@ -207,7 +207,7 @@ def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tu
 def _write_weights(
     order: ExportOrder, manifest: Manifest, folder: Path, progress: Callable[[int], None]
 ) -> tuple[int, int]:
-    """(files, bytes of weights) that were written."""
+    """Write the weights; return the numbers of files and bytes."""
     weights = {name: facts for name, facts in manifest.tensors.items() if name.startswith(_PREFIX)}
     groups = list(_grouped(weights, order))
     total = sum(math.prod(facts.shape) for facts in weights.values()) * BYTES_OF[order.dtype]
@@ -229,7 +229,7 @@ def _write_weights(
 
 
 def _grouped(weights: Mapping[str, TensorFacts], order: ExportOrder) -> Iterator[Sequence[str]]:
-    """Names by file, in order of the model; a weight larger than a file has one for itself."""
+    """Yield names by file, in order of the model; a weight larger than a file gets its own."""
     names: list[str] = []
     held = 0
     for name, facts in weights.items():
@@ -243,7 +243,7 @@ def _grouped(weights: Mapping[str, TensorFacts], order: ExportOrder) -> Iterator
 
 
 def _assembled(folder: Path, name: str, facts: TensorFacts) -> Wide:
-    """A whole weight from its parts."""
+    """Assemble a weight from its chunks."""
     if facts.dtype != "float32":
         raise CheckpointError(f"{folder}: {name} is {facts.dtype}, expected float32 weights")
     whole: Wide = np.empty(facts.shape, dtype=np.float32)
@@ -258,7 +258,7 @@ def _assembled(folder: Path, name: str, facts: TensorFacts) -> Wide:
 
 
 def _header(shapes: Mapping[str, Sequence[int]], dtype: ExportDtype) -> bytes:
-    """How a safetensors file begins: the length of a JSON object, and that, with the place of every tensor after it."""
+    """Return the header of a safetensors file: the length of a JSON object, and the object with all offsets."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -270,7 +270,7 @@ def _header(shapes: Mapping[str, Sequence[int]], dtype: ExportDtype) -> bytes:
 
 
 def bfloat16_bits(wide: Wide) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """The upper halves of fp32 numbers, rounded to nearest even; NaN stays NaN."""
+    """Return the upper halves of fp32 numbers, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(wide).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(wide), 0x7FC0, rounded).astype(np.uint16)

@@ -1,1 +1,1 @@
-"""Kernels: attention/ computes tiles by libraries; the modules here are Triton kernels of everything else."""
+"""Kernels: attention/ computes tiles by libraries; the modules here are Triton kernels for all other operations."""

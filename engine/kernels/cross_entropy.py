@@ -1,4 +1,4 @@
-"""Cross entropy of a chunk of logits, a program per row: one read for statistics, one read and write for the gradient.
+"""Triton cross entropy of a chunk of logits, one program per row: a read for statistics, a read and write for dlogits.
 
 The vocabulary may be a slice, `first` .. `first + V`, of one that ranks share: then statistics are exchanged between
 the two halves. Maxima and sums are formed block by block in fp32 (float64 for float64): with m' = max(m, block),
@@ -20,14 +20,14 @@ from engine.kernels.tiles import block_width
 
 
 def statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """[3, C] fp32: maximum, sum of exponentials less it, logit of the label or -inf where it is not in here."""
-    found = torch.empty(3, logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
-    _launch(statistics_kernel, logits, labels, found, first)
-    return found
+    """Return maximum, sum of exp(logit - maximum), and logit of the label (-inf if it is not local), [3, C] fp32."""
+    stats = torch.empty(3, logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
+    _launch(statistics_kernel, logits, labels, stats, first)
+    return stats
 
 
 def overwrite_with_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, z_loss: float) -> None:
-    """Turns logits [C, V] into the gradient of the loss sum with respect to them; lse [C] over the whole vocabulary."""
+    """Replace logits [C, V] by the gradient of the summed loss; lse [C] is over the whole vocabulary."""
     _launch(gradient_kernel, logits, labels, lse.contiguous(), first, z_loss=z_loss)
 
 
@@ -43,10 +43,10 @@ def _launch(function: Any, logits: Tensor, labels: Tensor, *others: Any, **const
 
 @kernel
 def statistics_kernel(
-    logits: tl.tensor, labels: tl.tensor, found: tl.tensor, first: tl.tensor, logits_row: tl.tensor,
+    logits: tl.tensor, labels: tl.tensor, stats: tl.tensor, first: tl.tensor, logits_row: tl.tensor,
     vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, ignore_index: tl.constexpr,
 ) -> None:  # fmt: skip
-    wide: tl.constexpr = found.dtype.element_ty
+    wide: tl.constexpr = stats.dtype.element_ty
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = logits + row * logits_row
     label = tl.load(labels + row)
@@ -62,9 +62,9 @@ def statistics_kernel(
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a block of nothing but -inf adds nothing
         total = total * tl.exp(top - base) + tl.sum(tl.exp(value - base), 0)
         top = higher
-    tl.store(found + row, top)
-    tl.store(found + rows + row, total)
-    tl.store(found + 2 * rows + row, tl.where(is_here, picked, float("-inf")))
+    tl.store(stats + row, top)
+    tl.store(stats + rows + row, total)
+    tl.store(stats + 2 * rows + row, tl.where(is_here, picked, float("-inf")))
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Who computes: the one decision whether work on a tensor is done by Triton kernels or by torch."""
+"""Decides whether an operation on a tensor runs as a Triton kernel or in torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether the kernels of this package work on `tensor`: it lies on a GPU, and Triton can compile there.
+    """Return whether to use Triton kernels for `tensor`: it is on a GPU, and Triton can compile.
 
     Never while torch.compile traces: it makes kernels of its own out of torch's operations. On CPU tensors only where
     TRITON_INTERPRET=1 asks Triton for its interpreter, which runs the same kernels, very slowly, without a GPU.

@@ -1,4 +1,4 @@
-"""SwiGLU and RoPE in one pass each: every element is read once and written once, sums and products in fp32.
+"""Triton SwiGLU and RoPE in one pass each: every element is read once and written once; arithmetic in fp32.
 
 Inputs of more than 2^31 elements are addressed with 64-bit offsets.
 """
@@ -16,7 +16,7 @@ from engine.kernels.tiles import CELLS, RowTiles
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, contiguous, rounded once."""
+    """Return silu(gate) * up, contiguous, rounded once."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch_flat(swiglu_kernel, gate, up, out)
@@ -24,7 +24,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(dgate, dup), contiguous, in one pass over the three inputs."""
+    """Return dgate and dup, contiguous, in one pass over the three inputs."""
     dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = (torch.empty(gate.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     _launch_flat(swiglu_backward_kernel, dout, gate, up, dgate, dup)
@@ -32,9 +32,9 @@ def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
-    """x [B, T, H, D] with its pairs turned by the angles of its rows, or back (direction -1); contiguous.
+    """Rotate the pairs of x [B, T, H, D] by the angles of its rows (direction -1: back); the result is contiguous.
 
-    cos and sin [T, D / 2] are read for every head, but from cache: heads of a row lie side by side.
+    cos and sin [T, D / 2] are read for every head, but from cache, since heads of a row are adjacent.
     """
     batch, tokens, heads, head_dim = x.shape
     if x.stride(3) != 1:

@@ -1,4 +1,4 @@
-"""Launching kernels: how many programs, of how many warps, on which device.
+"""Launches Triton kernels: number of programs, warps, device.
 
 Numbers that stay the same all through a run (widths, epsilons) are compile-time constants: a Python float would reach
 the kernel as fp32, and Triton's interpreter cannot count to a number that is a tensor. Numbers of rows are not: tiles
@@ -20,14 +20,14 @@ MAX_PROGRAMS = 2**31 - 1  # of a grid's first axis
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """The function as a Triton kernel; a typed `triton.jit`."""
+    """A typed `triton.jit`."""
     return triton.jit(function)
 
 
 def launch(function: Any, programs: int, *args: Any, cells: int, **constants: Any) -> None:
     """Run `programs` programs of a kernel on the device of its first argument, a tensor.
 
-    cells   elements that a program has at once; 16 per thread, from 4 to 16 warps
+    cells   elements of a program's block; 16 per thread, from 4 to 16 warps
     """
     on = args[0]
     assert isinstance(on, Tensor)
@@ -41,6 +41,6 @@ def launch(function: Any, programs: int, *args: Any, cells: int, **constants: An
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[rows, columns] of x [..., columns], with columns side by side; a view where strides allow it."""
+    """[..., columns] -> [rows, columns] with contiguous columns; a view if strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()

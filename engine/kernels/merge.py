@@ -1,4 +1,4 @@
-"""The one-pass kernels of `engine.attention.merge`.
+"""The one-pass Triton kernels of `engine.attention.merge`.
 
 Tensors are [n, H, D] with D contiguous and any strides over rows and heads (kernels return transposed views). Offsets
 are 64-bit: n * H * D may exceed 2^31. Sums are formed in the accumulators' dtype.
@@ -26,7 +26,7 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 def add_kv(
     sums: Sequence[Tensor], gradients: Sequence[Tensor], arrived: Sequence[Tensor] | None, *, stores: bool
 ) -> None:
-    """See `engine.attention.merge.add_kv`; each is (of k, of v), read or written once by one kernel."""
+    """See `engine.attention.merge.add_kv`; each argument is a pair (k, v), read or written once by one kernel."""
     rows, heads, qk_dim = sums[0].shape
     v_dim = sums[1].shape[2]
     tensors = [*sums, *map(_dense_columns, gradients), *(sums if arrived is None else arrived)]

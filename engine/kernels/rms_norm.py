@@ -1,4 +1,4 @@
-"""RMSNorm, with or without the addition before it: every row is read once and written once.
+"""Triton RMSNorm, with or without a residual addition before it: every row is read once and written once.
 
     forward     sum = x + residual (written over x); normed = sum * rstd * weight;  rstd = 1 / sqrt(mean(sum^2) + eps)
     backward    with n = sum * rstd, g = dnormed * weight:  dx = rstd * (g - n * mean(n * g)) + dsum
@@ -54,7 +54,7 @@ def backward(
     others = drows if dtotal is None else as_rows(dtotal)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     tiles = RowTiles(rows.shape[0], rows.shape[1], most_sums)
-    empty = torch.empty if tiles.blocks == 1 else torch.zeros  # sums of narrow rows lie in registers until the end
+    empty = torch.empty if tiles.blocks == 1 else torch.zeros  # sums of narrow rows stay in registers until the end
     partial = empty(tiles.partial_sums, tiles.columns, dtype=rstd.dtype, device=total.device)
     tensors = (drows, others, rows, weight, rstd, dx, partial)
     numbers = (drows.stride(0), others.stride(0), rows.stride(0), tiles.rows)
@@ -103,7 +103,7 @@ def _summed(
     x: tl.tensor, residual: tl.tensor, x_start: tl.tensor, residual_start: tl.tensor, at: tl.tensor, live: tl.tensor,
     columns: tl.constexpr, adds: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Columns `at` of x, or of x + residual, which is written over x; rounded as x is."""
+    """Load columns `at` of x, or of x + residual, which is written over x and rounded to its dtype."""
     cell = live[:, None] & (at < columns)[None, :]
     x_at = x + x_start[:, None] + at[None, :]
     value = tl.load(x_at, mask=cell, other=0.0)
@@ -172,7 +172,7 @@ def _store_gradient(
     live: tl.tensor,
     columns: tl.constexpr, adds: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Columns `at` of dx: `result`, plus those of dtotal."""
+    """Store columns `at` of dx: `result` plus those of dtotal."""
     cell = live[:, None] & (at < columns)[None, :]
     if adds:
         result += tl.load(dtotal + dtotal_start[:, None] + at[None, :], mask=cell, other=0.0).to(result.dtype)

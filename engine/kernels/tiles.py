@@ -1,27 +1,27 @@
-"""How programs of a kernel divide rows; plain arithmetic, which predictions of memory do without Triton."""
+"""Divides rows among the programs of a kernel; plain arithmetic, which memory predictions use without Triton."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CELLS = 4096  # elements that a program works on at once
-MAX_WIDTH = 8192  # columns that a program holds in registers; wider rows are walked in blocks of so many
+CELLS = 4096  # elements of a program's block
+MAX_WIDTH = 8192  # columns that a program holds in registers; wider rows are processed in blocks of this many
 REDUCTION_PROGRAMS = 1024  # of a sum over rows, at most
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not below `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def block_width(columns: int) -> int:
-    """Columns of a block: all of them, if registers hold them."""
+    """Return the columns of a block: all, if they fit in registers."""
     return min(power_of_two(columns), MAX_WIDTH)
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """[rows, columns] in blocks of `width` columns, of which programs take those of `per_program` rows at once.
+    """[rows, columns] in blocks of `width` columns, of which each program takes those of `per_program` rows together.
 
     most_sums   programs of a sum over rows, at most; each leaves a row of partial sums
     """
@@ -37,7 +37,7 @@ class RowTiles:
 
     @property
     def blocks(self) -> int:
-        """So many cover a row."""
+        """Blocks per row."""
         return -(-self.columns // self.width)
 
     @property
@@ -47,7 +47,7 @@ class RowTiles:
 
     @property
     def programs(self) -> int:
-        """So many cover all rows."""
+        """Programs over all rows."""
         return -(-self.rows // self.per_program)
 
     @property
@@ -60,17 +60,17 @@ class RowTiles:
 
     @property
     def partial_sums(self) -> int:
-        """Programs of a sum over rows."""
+        """Programs of a sum over rows, each of which writes a partial sum."""
         return -(-self.programs // self.steps)
 
     @property
     def cells(self) -> int:
-        """Elements that a program has at once."""
+        """Elements of a program's block."""
         return self.per_program * self.width
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels over rows have as compile-time constants."""
+        """Compile-time constants of kernels over rows."""
         return {
             "columns": self.columns,
             "width": self.width,

@@ -1,4 +1,4 @@
-"""The LM head as a module that gives the loss, so that its weight is gathered, used and freed as one FSDP unit."""
+"""The LM head as a module that returns the loss, so that FSDP gathers, uses and frees its weight as one unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.config.settings import LossConfig
 from engine.device.row_blocks import accumulate_dtype
 from engine.loss.fused import ALONE, VocabularyRanks, linear_cross_entropy, losses_of_logits
 
-_BLOCK_IDS = 8192  # rows of the weight that are widened at once
+_BLOCK_IDS = 8192  # rows of the weight that are cast to fp32 together
 
 
 class LMHead(nn.Module):
@@ -25,13 +25,17 @@ class LMHead(nn.Module):
         self.options = loss
 
     def forward(self, hidden: Tensor, labels: Tensor, *, by_row: bool = False) -> Tensor:
-        """Loss SUM over the rows whose label is not -100, fp32 scalar; hidden [B, T, d] or [T, d], labels alike.
+        """Return the loss summed (not averaged) over the rows whose label is not -100, an fp32 scalar.
 
-        Labels are already shifted: row t holds the token that follows it in the sequence. In evaluation mode the
-        z-loss is left out: what is reported is the cross entropy.
+        In evaluation mode the z-loss is left out, so that the reported loss is the cross entropy.
 
-        `by_row`: instead what `row_scores` gives, [rows, 2] and without a gradient; for a few rows.
-        Raises ValueError for labels of another shape.
+        Args:
+            hidden: [B, T, d] or [T, d].
+            labels: [B, T] or [T] int64, already shifted: row t holds the token that follows it in the sequence.
+            by_row: Return `row_scores`, [rows, 2] without a gradient, instead; for a few rows.
+
+        Raises:
+            ValueError: `labels` does not have the shape of `hidden` without its last dimension.
         """
         if hidden.shape[:-1] != labels.shape:
             raise ValueError(f"the loss got hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)}")
@@ -45,19 +49,24 @@ class LMHead(nn.Module):
 
 @torch.no_grad()
 def row_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, ranks: VocabularyRanks = ALONE) -> Tensor:
-    """[T, 2] fp32: -log softmax(hidden @ weight.T)[label], and 1 where the label has the largest logit, else 0.
+    """Return cross entropy and correctness of every row, [T, 2] fp32; the second is 1 where the label is the argmax.
 
-    hidden [T, d], weight [V, d], labels [T] int64; of equal logits the smallest id wins. Zeros where the label is -100.
-    Logits are fp32 whatever the dtype of the weights: rounded to bf16 the two largest are often equal, and which of
-    them wins would be chance. Those of all rows exist. `ranks`: as in `linear_cross_entropy`.
+    Logits are computed in fp32 whatever the dtype of the weights: rounded to bf16, the two largest are often equal and
+    the argmax would be arbitrary. The logits of all rows are materialized, [T, V].
+
+    Args:
+        hidden: [T, d].
+        weight: [V, d], or this rank's slice, [V / t, d].
+        labels: [T] int64; both results are 0 for rows with -100. Of equal logits the smallest id wins.
+        ranks: As in `linear_cross_entropy`; collective over them.
     """
     rows, targets = ranks.gather(hidden), ranks.gather(labels)
     rows = rows.to(accumulate_dtype(rows.dtype))
     logits = torch.cat([rows @ block.to(rows.dtype).t() for block in torch.split(weight, _BLOCK_IDS)], dim=1)
     losses = losses_of_logits(logits, targets, LossConfig(), overwrite=False, ranks=ranks)
-    own = torch.stack([part.to(rows.dtype) for part in logits.max(dim=-1)])
-    own[1] += ranks.rank * weight.shape[0]
-    largest, best = ranks.gather(own).view(ranks.count, *own.shape).unbind(1)
-    first = largest.max(dim=0, keepdim=True).indices  # of the ranks that have the largest logit
+    local = torch.stack([part.to(rows.dtype) for part in logits.max(dim=-1)])  # [2, t * T]: largest logit, its id
+    local[1] += ranks.rank * weight.shape[0]  # local column -> global id
+    largest, best = ranks.gather(local).view(ranks.count, *local.shape).unbind(1)
+    first = largest.max(dim=0, keepdim=True).indices  # the first of the ranks that have the largest logit
     is_best = best.gather(0, first)[0] == targets
     return torch.stack([losses, is_best.to(losses.dtype)], dim=1)[ranks.rank * len(hidden) :][: len(hidden)]

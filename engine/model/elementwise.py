@@ -1,7 +1,7 @@
-"""RMSNorm and SwiGLU as autograd functions that save only their inputs and keep no fp32 copy of an activation.
+"""RMSNorm and SwiGLU as autograd functions that save only their inputs, never an fp32 copy of an activation.
 
-On a GPU each direction is one pass of a Triton kernel (`engine.kernels`); on a CPU torch works on blocks of rows.
-torch.compile makes kernels of its own out of the same torch operations.
+On a GPU each direction is one pass of a Triton kernel (`engine.kernels`); on a CPU torch works on blocks of rows. Under
+torch.compile the same torch operations are traced and fused by the compiler.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from engine.kernels.tiles import RowTiles
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, same shape and dtype as `x`; statistics in fp32.
+    """Return x / rms(x) * weight over the last dimension, [..., d] in the dtype of `x`; statistics in fp32.
 
-    x [..., d], weight [d]. Saves x and one fp32 number per row.
+    Saves x and one fp32 number per row for backward.
+
+    Args:
+        x: [..., d].
+        weight: Gain, [d].
+        eps: Added to the mean of squares.
     """
     if _is_left_to_torch(x):
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -30,9 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(branch + residual, which is written over `branch`; its `rms_norm`), each of branch's shape and dtype.
+    """Return branch + residual, written over `branch`, and its `rms_norm`, both [..., d] in the dtype of `branch`.
 
-    branch and residual [..., d]; no backward pass may need what branch held. Saves the sum and one fp32 number per row.
+    No backward pass may need the old values of `branch`. Saves the sum and one fp32 number per row.
     """
     if torch.compiler.is_compiling() or _is_left_to_torch(branch):
         total = branch.add_(residual)
@@ -42,22 +47,22 @@ def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, same shape; saves gate and up only."""
-    if torch.compiler.is_compiling():  # torch 2.11 compiles our backward pass to wrong numbers, without a word
+    """Return silu(gate) * up, all [..., ffn]; saves gate and up only."""
+    if torch.compiler.is_compiling():  # torch 2.11 silently compiles the custom backward to wrong gradients
         return F.silu(gate) * up
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
 
 
 def _is_left_to_torch(x: Tensor) -> bool:
-    """On a GPU without Triton, or under torch.compile there, torch's own norm is one kernel and saves the same."""
+    """Return whether to use F.rms_norm: on a GPU without Triton or under torch.compile it is one kernel as well."""
     return x.is_cuda and not uses_triton(x)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
-        """Normalised rows [..., d]; with a residual (the sum, in x's memory; its normalised rows)."""
+        """Return the normed rows [..., d]; with a residual also the sum, written over x: (sum, normed)."""
         out, rstd = _normed(x, residual, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         if residual is None:
@@ -69,7 +74,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The sum's gradient, on both its ways, is that of x and of the residual."""
+        """Return dx, dresidual, dweight. The sum feeds the norm and the residual stream, so its gradient has two parts.
+
+        x and the residual get the same gradient, since both are summands.
+        """
         dtotal, dnormed = douts if len(douts) == 2 else (None, douts[0])
         if dnormed is None:
             return dtotal, dtotal, None, None
@@ -78,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normalised rows of x's shape and dtype, rstd [rows] fp32); a residual is added to x in place before."""
+    """Return the normed rows, in x's shape and dtype, and 1 / rms, [rows] fp32; adds a residual to x in place first."""
     if residual is not None and not (uses_triton(x) and x.is_contiguous()):
         x.add_(residual)
         residual = None
@@ -105,9 +113,10 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
 def _norm_backward(
     dout: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(n * g)) + dtotal, dweight = sum(dout * n).
+    """Return dx [..., d] and dweight [d].
 
-    dtotal: the gradient that reaches x on another way, if there is one.
+    With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(n * g)) + dtotal, dweight = sum(dout * n).
+    `dtotal` is the gradient that reaches x through the residual stream, if any.
     """
     if uses_triton(x):
         from engine.kernels import rms_norm as kernels
@@ -117,7 +126,7 @@ def _norm_backward(
     others = None if dtotal is None else dtotal.reshape(rows.shape)
     dx = torch.empty_like(rows)
     wide_weight = weight.to(rstd.dtype)
-    # A kernel leaves partial sums, added up; as many of them in a rehearsal of it.
+    # The Triton kernel writes partial sums that are added up; a fake run of it allocates as many.
     sums = RowTiles(*rows.shape).partial_sums if is_fake_accelerator() else 1
     dweight = torch.zeros(sums, rows.shape[1], dtype=rstd.dtype, device=rows.device).sum(0)
     for block in temporary_blocks(rows):
@@ -136,7 +145,7 @@ def _norm_backward(
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up in one new buffer."""
+        """Return silu(gate) * up in one new buffer."""
         ctx.save_for_backward(gate, up)
         if uses_triton(gate):
             from engine.kernels import elementwise as kernels
@@ -147,7 +156,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-        """dup = dout * silu(gate), dgate = dout * up * silu'(gate); the two results are the only allocations."""
+        """Return dgate = dout * up * silu'(gate) and dup = dout * silu(gate), the only two allocations."""
         gate, up = ctx.saved_tensors
         if uses_triton(gate):
             from engine.kernels import elementwise as kernels

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter name, row): equal for every world size, sharding and device.
 
-Rows are drawn in blocks of fixed size, each with a random generator of its own, so a rank that holds part of a
-parameter draws the blocks it needs and no others. Always drawn on the CPU: its generator is the same everywhere.
+Rows are drawn in blocks of fixed size, each with its own random generator, so a rank draws only the blocks that its
+shard overlaps. They are drawn on the CPU, whose generator is the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from engine.model.llama import LlamaModel
 
-_BLOCK_ELEMENTS = 2**20  # part of the definition of the weights: another value gives other weights
+_BLOCK_ELEMENTS = 2**20  # do not change: another value gives other weights for the same seed
 
 
 @torch.no_grad()
 def init_weights(model: LlamaModel, seed: int) -> None:
-    """Sets every parameter of `model` in place, as after `to_empty`; moves no bytes.
+    """Initialise every parameter of `model` in place, without communication.
 
-    Parameters may be whole, or DTensors that are sharded in any way (FSDP2, tensor parallelism, both).
-    Norm gains 1, biases 0; all matrices and the embedding normal with `init_std`; those that write to the residual
-    stream (o_proj, down_proj) with init_std / sqrt(2 * num_layers): its variance does not grow with depth (GPT-2).
+    Norm gains are 1, biases 0, all matrices and the embedding normal with std `init_std`. o_proj and down_proj, which
+    write to the residual stream, have init_std / sqrt(2 * num_layers), so that its variance does not grow with depth
+    (GPT-2, Radford et al. 2019). Parameters may be plain tensors or DTensors with any sharding.
     """
     model.tie_weights()
     for name, parameter in model.named_parameters():
@@ -38,7 +38,7 @@ def init_weights(model: LlamaModel, seed: int) -> None:
 
 
 def _standard_deviation(name: str, model: LlamaModel) -> float | None:
-    """Standard deviation of a parameter's initial values; None for a norm's gain and a bias."""
+    """Return the standard deviation of a parameter's initial values; None for norm gains and biases."""
     if "norm" in name or name.endswith(".bias"):
         return None
     std = model.config.init_std
@@ -48,7 +48,7 @@ def _standard_deviation(name: str, model: LlamaModel) -> float | None:
 
 
 def local_block(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """(the part of the whole parameter that this rank holds, its first index in every dimension)."""
+    """Return this rank's shard of a parameter, and the shard's first index in every dimension."""
     if not isinstance(parameter, DTensor):
         return parameter, [0] * parameter.dim()
     (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -56,13 +56,21 @@ def local_block(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
 
 
 def _draw_block(local: Tensor, std: float, stream: str, *, starts: Sequence[int], shape: torch.Size) -> None:
-    """Fills `local`, the part from index `starts` on of a parameter of `shape`, from the random stream `stream`."""
+    """Fill a shard from the random stream `stream`.
+
+    Args:
+        local: The shard.
+        std: Standard deviation.
+        stream: Seed and name of the parameter.
+        starts: The shard's first index in every dimension.
+        shape: Of the whole parameter.
+    """
     block_rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     offset, end = starts[0], starts[0] + local.shape[0]
     columns = tuple(slice(start, start + size) for start, size in zip(starts[1:], local.shape[1:], strict=True))
     for block in range(offset // block_rows, -(-end // block_rows)):
         first = block * block_rows
-        # The whole block, whatever part of it is wanted here: values may depend on how many are drawn at once.
+        # Draw the whole block even if a part is needed: values may depend on how many are drawn together.
         values = torch.empty(min(block_rows, shape[0] - first), *shape[1:], dtype=torch.float32)
         values.normal_(0.0, std, generator=_generator(stream, block))
         start, stop = max(offset, first), min(end, first + values.shape[0])

@@ -1,9 +1,12 @@
-"""A Llama-style decoder on one device: unaware of parallelism, which comes in through `positions` and `attention`.
+"""A Llama-style decoder, written for one device. Parallelism comes in through `positions` and `attention` alone.
 
     tokens [B, T] -> embedding -> num_layers x TransformerBlock -> RMSNorm -> hidden [B, T, d] -> LMHead -> loss sum
 
+Notable choices: pre-norm with RMSNorm, RoPE, grouped-query attention, SwiGLU, optional q/k norm and qkv bias (Qwen).
 Module names inside a block are those of Hugging Face's Llama, so that weights map by name. q, k and v are separate
-matmuls: on the machines measured the fused ones gain nothing, and they would need a copy to take their gradients apart.
+matmuls: on the machines measured a fused one gains nothing, and splitting its gradient would need a copy.
+
+Dimensions: B sequences, T local rows (tokens) of each, d hidden size, H query heads, K kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.linear import Linear
 from engine.model.rope import apply_rope, rope_table
 
-# q [B, T, H, D], k and v [B, T, K, D] -> out [B, T, H, D]; softmax scale 1 / sqrt(D); differentiable.
+# q [B, T, H, D], k and v [B, T, K, D] -> out [B, T, H, D]; softmax scale 1 / sqrt(D); differentiable. The function
+# knows the mask and, with context parallelism, exchanges rows with other ranks.
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned gain."""
+    """Root-mean-square norm over the last dimension with a learned gain (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -34,21 +38,22 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size], dtype of x."""
+        """Return x / rms(x) * gain, [..., size] in the dtype of x; statistics in fp32."""
         return rms_norm(x, self.gain(), self.eps)
 
     def of_sum(self, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(branch + residual, in branch's memory; that sum normed), both [..., size]."""
+        """Return branch + residual, written over `branch`, and its norm, both [..., size]."""
         return add_rms_norm(branch, residual, self.gain(), self.eps)
 
     def gain(self) -> Tensor:
-        """[size]; tensor parallelism puts this rank's part of a DTensor in its place."""
+        """Return the gain, [size]. Tensor parallelism replaces this method to return a DTensor's local part."""
         return self.weight
 
 
 class SelfAttention(nn.Module):
-    """What surrounds attention: q, k and v with RoPE before it, the output projection after; kv heads are never
-    expanded.
+    """The projections around attention: q, k and v with RoPE before it, the output projection after it.
+
+    Attention itself is a function of the caller. kv heads are never repeated to match the query heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -63,29 +68,32 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D] from x [B, T, d]; cos, sin [T, D / 2].
+        """Return q [B, T, H, D], k and v [B, T, K, D] of x [B, T, d].
 
-        `values` False: for their gradients only, see `engine.model.linear`.
+        Args:
+            x: Normed hidden states, [B, T, d].
+            cos, sin: Rotary tables of the rows' global positions, [T, D / 2] fp32.
+            values: False skips the matmuls whose values are not needed for gradients (`engine.model.linear`).
         """
-        # One after the other: what is not rotated yet is freed as soon as it is.
+        # One projection after another, so that q before its rotation is freed before k is computed.
         q = apply_rope(self._heads(self.q_proj, self.q_norm, x, values), cos, sin, values=values)
         k = apply_rope(self._heads(self.k_proj, self.k_norm, x, values), cos, sin, values=values)
         return q, k, self._heads(self.v_proj, None, x, values)
 
     def _heads(self, projection: Linear, norm: RMSNorm | None, x: Tensor, values: bool) -> Tensor:
-        """[B, T, heads, D] before RoPE; the gradient of a norm needs what it norms."""
-        projected: Tensor = projection(x, values or norm is not None)
-        heads = projected.view(*x.shape[:2], -1, self.head_dim)
+        """Return the projection of x split into heads and normed, before RoPE, [B, T, heads, D]."""
+        projected: Tensor = projection(x, values or norm is not None)  # the gradient of a norm needs its input
+        heads = projected.view(*x.shape[:2], -1, self.head_dim)  # [B, T, heads * D] -> [B, T, heads, D]
         return heads if norm is None else norm(heads)
 
     def combine(self, out: Tensor) -> Tensor:
-        """[B, T, d] from what attention gave for every head, out [B, T, H, D]."""
-        combined: Tensor = self.o_proj(out.flatten(2))
+        """Return the output projection, [B, T, d], of attention's out [B, T, H, D]."""
+        combined: Tensor = self.o_proj(out.flatten(2))  # [B, T, H, D] -> [B, T, H * D] -> [B, T, d]
         return combined
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward network."""
+    """SwiGLU feed-forward network (Shazeer 2020): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -94,7 +102,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, values: bool = True) -> Tensor:
-        """[B, T, d] from x [B, T, d]; `values` False: for its gradients only."""
+        """Return [B, T, d] for x [B, T, d]; `values` False skips the last matmul (`engine.model.linear`)."""
         out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)), values)
         return out
 
@@ -102,7 +110,8 @@ class MLP(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm block: attention, then MLP, each added to the residual stream.
 
-    Its two halves work row by row; only attention between them mixes rows. `index`: which layer of its model it is.
+    `project` (before attention) and `finish` (after it) work row by row; only attention mixes rows. So the two can be
+    compiled, tiled and recomputed on their own. `index` is the layer's number in the model, for dropout.
     """
 
     def __init__(self, config: ModelConfig, index: int = 0) -> None:
@@ -116,26 +125,33 @@ class TransformerBlock(nn.Module):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn, dropout: Dropout | None = None
     ) -> Tensor:
-        """[B, T, d] from hidden [B, T, d]; cos, sin [T, D / 2] of the rows' global positions; dropout of these rows."""
+        """Return the block's output, [B, T, d].
+
+        Args:
+            hidden: Residual stream of the local rows, [B, T, d].
+            cos, sin: Rotary tables of the rows' global positions, [T, D / 2] fp32.
+            attention: See `AttentionFn`; may communicate over the cp group.
+            dropout: Dropout of these rows, or None.
+        """
         return self.finish(hidden, attention(*self.project(hidden, cos, sin)), dropout=dropout)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D], k and v [B, T, K, D] of some rows, from hidden [B, T, d]; cos, sin [T, D / 2].
+        """Return q [B, T, H, D], k and v [B, T, K, D] of hidden [B, T, d], which may be a tile of the rows.
 
-        `values` False: for their gradients only; what they hold is anything.
+        `values` False: the results are uninitialised but have correct gradients.
         """
         q, k, v = self.self_attn(self.input_layernorm(hidden), cos, sin, values)
         return q, k, v
 
     def finish(self, hidden: Tensor, out: Tensor, values: bool = True, dropout: Dropout | None = None) -> Tensor:
-        """The layer's output [B, T, d] of some rows, from hidden [B, T, d] and attention's out [B, T, H, D].
+        """Return the block's output [B, T, d] for hidden [B, T, d] and attention's out [B, T, H, D], or a tile of them.
 
-        `values` False: for its gradients only; what it holds is anything.
+        `values` False: the result is uninitialised but has correct gradients.
         """
-        # Added in place to the branch's own output, which no backward needs: one buffer per branch less.
+        # Residual additions write into the branch's output, which no backward pass needs: one buffer less per branch.
         attended = self.self_attn.combine(out)
         if dropout is not None:
-            attended = dropped(attended, dropout, 2 * self.index)
+            attended = dropped(attended, dropout, 2 * self.index)  # branches are numbered 2i (attention), 2i + 1 (MLP)
         hidden, normed = self.post_attention_layernorm.of_sum(attended, hidden)
         branch: Tensor = self.mlp(normed, values)
         if dropout is not None:
@@ -144,7 +160,7 @@ class TransformerBlock(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """The decoder. Build it on the meta device for large shapes, then `to_empty`, then `init_weights`."""
+    """The decoder. For large shapes build it on the meta device, then call `to_empty` and `init_weights`."""
 
     def __init__(self, config: ModelConfig, loss: LossConfig | None = None) -> None:
         super().__init__()
@@ -153,7 +169,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
-        self.activation_store: object = None  # where its layers keep what backward needs, once they are told
+        self.activation_store: object = None  # where its layers save activations; `apply_policies` sets it
         self.tie_weights()
 
     def forward(
@@ -163,10 +179,13 @@ class LlamaModel(nn.Module):
         attention: AttentionFn | Sequence[AttentionFn],
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, d] after the final norm; tokens [B, T] int64, positions [T] int64 global.
+        """Return the hidden states after the final norm, [B, T, d].
 
-        Row t of every sequence has position `positions[t]`, in whatever order the layout put the rows. `attention` is
-        one function for all layers or one for each. `dropout` is of the rows that hidden has on this rank.
+        Args:
+            tokens: Token ids of the local rows, [B, T] int64.
+            positions: Global position of every row, [T] int64, in the order in which the layout put the rows.
+            attention: One function for all layers, or one per layer.
+            dropout: Dropout of the rows that hidden has on this rank (with tensor parallelism T / tp_size of them).
         """
         hidden: Tensor = self.embedding(tokens)
         shape = self.config
@@ -178,12 +197,12 @@ class LlamaModel(nn.Module):
         return normed
 
     def tie_weights(self) -> None:
-        """Makes head and embedding one parameter if the config says so."""
+        """Make head and embedding one parameter if the config ties them."""
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LlamaModel:
-        """As nn.Module's (`to`, `to_empty`, ...), which would leave two parameters where one was shared."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        """Apply `fn` to all parameters (`to`, `to_empty`, ...), then tie the weights again."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # replaces a shared parameter by two
         self.tie_weights()
         return self

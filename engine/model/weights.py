@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder into a model: every rank reads the slices that it holds, and nothing else."""
+"""Loads the weights of a Hugging Face folder into a model; every rank reads only the slices that it holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from engine.pretrained.shape import differences, read_pretrained
 
 @torch.no_grad()
 def load_weights(model: LlamaModel, folder: Path) -> None:
-    """Sets every parameter of `model` in place, as after `to_empty`; parameters may be sharded in any way.
+    """Load every parameter of `model` in place; parameters may have any sharding.
 
-    Raises ConfigError, before anything is read, when the folder holds a model of another shape or other weights.
+    Raises:
+        ConfigError: The folder holds a model of another shape or other weights (before anything is read), or a file
+            cannot be read.
     """
-    if found := differences(model.config, read_pretrained(folder).model):
-        raise ConfigError(f"model.init_from={folder} holds another model: {'; '.join(found)}")
+    if different := differences(model.config, read_pretrained(folder).model):
+        raise ConfigError(f"model.init_from={folder} holds another model: {'; '.join(different)}")
     model.tie_weights()
     parameters = {hugging_face_name(name): value for name, value in model.named_parameters()}
     files = weight_files(folder)
@@ -45,7 +47,7 @@ def load_weights(model: LlamaModel, folder: Path) -> None:
 
 
 def _check_tied_slices(files: Mapping[str, Path], embedding: Tensor) -> None:
-    """Raises ConfigError when the head beside tied embeddings differs from them in this rank's block."""
+    """Raise ConfigError if the folder has a separate head that differs from the tied embedding in this rank's shard."""
     blocks = []
     for name in (EMBEDDING, HEAD):
         block = torch.empty_like(embedding)
@@ -57,7 +59,7 @@ def _check_tied_slices(files: Mapping[str, Path], embedding: Tensor) -> None:
 
 
 def _read(file: Any, name: str, parameter: Tensor, path: Path) -> None:
-    """Copies this rank's block of a weight into its parameter."""
+    """Copy this rank's slice of a weight into its parameter."""
     part = file.get_slice(name)
     if tuple(part.get_shape()) != tuple(parameter.shape):
         raise ConfigError(f"{path}: {name} has shape {part.get_shape()}, expected {list(parameter.shape)}")

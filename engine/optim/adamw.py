@@ -1,4 +1,4 @@
-"""AdamW, learning rate schedules as pure functions, clipping by the global gradient norm."""
+"""AdamW, learning rate schedules as pure functions, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from engine.distributed.collectives import sum_over_ranks
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0 .. total_steps-1).
+    """Return the learning rate of optimizer step `step` (0 .. total_steps - 1).
 
-    Warm-up rises linearly and reaches the top at step warmup_steps-1; cosine and wsd reach
+    Warm-up rises linearly and reaches the peak at step warmup_steps - 1. cosine and wsd (warm-up, stable, decay) reach
     min_learning_rate_ratio * learning_rate exactly at the last step.
     """
     if step < optimizer.warmup_steps:
         return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
-    share = 1.0  # of the way from the floor to the top
+    share = 1.0  # 0 at the floor, 1 at the peak
     if optimizer.schedule == "cosine":
         span = max(1, total_steps - optimizer.warmup_steps)
         share = 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - optimizer.warmup_steps + 1) / span)))
@@ -39,11 +39,13 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, moments_dtype: MomentsDtype = "float32"
 ) -> torch.optim.Optimizer:
-    """AdamW over the fp32 master weights of `model`; weight decay acts on matrices only, never on norms.
+    """Build AdamW over the fp32 master weights of `model`. Weight decay acts on matrices only, not norms and biases.
 
-    int8 moments (Dettmers et al. 2022: blocks of 256 numbers share a scale) take 2 bytes per parameter instead of 8. A
-    rank's part of a parameter that has fewer than 4096 elements, or no multiple of 256, keeps fp32 moments. Raises
-    ConfigError when torchao is missing.
+    int8 moments (Dettmers et al. 2022: blocks of 256 elements share a scale) take 2 bytes per parameter instead of 8.
+    Shards with fewer than 4096 elements, or not a multiple of 256, have fp32 moments.
+
+    Raises:
+        ConfigError: moments_dtype is int8 and torchao is missing.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, others = ([p for p in parameters if (p.ndim >= 2) == wide] for wide in (True, False))
@@ -60,15 +62,17 @@ def build_optimizer(
 def load_adamw_8bit(
     import_module: Callable[[str], Any] = importlib.import_module, *, is_on_host: bool
 ) -> Callable[..., torch.optim.Optimizer]:
-    """The class torchao.optim.AdamW8bit, or what stands for it on the host. Raises ConfigError when torchao is missing
-    or too old.
+    """Import torchao.optim.AdamW8bit, or `HostAdamW8bit` for weights on the host.
 
-    torchao compiles the update of every shape. On a CPU that would need a C++ compiler, and it fails for shards that
-    lie in host memory while their mesh is of GPUs (pytorch/ao issue 1931).
+    torchao compiles the update of every shape. On a CPU that needs a C++ compiler, and it fails for shards in host
+    memory whose mesh is of GPUs (pytorch/ao#1931).
+
+    Raises:
+        ConfigError: torchao is missing or too old.
     """
     module, name = ("engine.optim.host_moments", "HostAdamW8bit") if is_on_host else ("torchao.optim", "AdamW8bit")
     try:
-        for logger in ("torchao", "torch.utils._pytree"):  # would tell which GPU kernels, never used, do not load here
+        for logger in ("torchao", "torch.utils._pytree"):  # they warn of GPU kernels that are never used here
             logging.getLogger(logger).setLevel(logging.ERROR)
         optimizer: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -80,17 +84,17 @@ def load_adamw_8bit(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Gives every parameter group the learning rate `value`."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)  # torchao's: a new number would be compiled anew
+            group["lr"].fill_(value)  # torchao holds a tensor: a Python float would recompile the update at every step
         else:
             group["lr"] = value
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """The `global_norm` of all gradients before clipping; scales them to `max_norm`, null never. Collective."""
+    """Scale all gradients to a global norm of at most `max_norm` (None: do not); return the norm before. Collective."""
     owners = [parameter for parameter in parameters if parameter.grad is not None]
     norm = global_norm(square_sum([parameter.grad for parameter in owners if parameter.grad is not None]))
     if max_norm is not None:
@@ -99,24 +103,25 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def global_norm(squares: Tensor) -> Tensor:
-    """2-norm of all ranks' gradients from the `square_sum` of each: fp32 scalar, equal on all ranks. Collective."""
+    """Return the 2-norm of the gradients of all ranks from this rank's `square_sum`, fp32 scalar. Collective."""
     return sum_over_ranks(squares).sqrt().float()
 
 
 def square_sum(gradients: Sequence[Tensor]) -> Tensor:
-    """This rank's share of the squared 2-norm: what several ranks hold alike they share equally. float64 scalar."""
+    """Return this rank's share of the squared 2-norm, float64 scalar; the shares of all ranks add up to it."""
     norms = torch._foreach_norm([local_part(gradient) for gradient in gradients])
+    # n ranks that hold the same part count 1/n of its square each.
     shares = torch._foreach_div(norms, [_copies(gradient) ** 0.5 for gradient in gradients])
     return torch.stack(shares).double().square().sum()
 
 
 def local_part(tensor: Tensor) -> Any:
-    """This rank's numbers of `tensor`."""
+    """Return this rank's shard of `tensor` as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copies(gradient: Tensor) -> int:
-    """How many ranks hold the same part."""
+    """Return how many ranks hold the same part of the gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     mesh = gradient.device_mesh

@@ -1,9 +1,9 @@
-"""AdamW with 8-bit moments on a CPU: the state of torchao's AdamW8bit and its bits, faster and without copies.
+"""AdamW with 8-bit moments on a CPU: the state of torchao's AdamW8bit, bit by bit, faster and without copies.
 
-torchao compiles its update, so that on a GPU nothing is ever written in fp32 but weights. Not compiled it writes some
-twenty tensors as large as the weight, 2.1 GB each for an embedding of 128K x 4096 numbers, and looks every number's
-code up by eight steps of a search. Here a weight is updated a part at a time, which stays in cache (a number depends on
-its own moments alone, and those on the others of their block of 256), and a code is read off a number's upper bits.
+torchao compiles its update. Uncompiled it writes about twenty tensors as large as the weight, 2.1 GB each for an
+embedding of 128K x 4096, and finds every code by a binary search of eight steps. Here a weight is updated in parts that
+stay in cache (an element depends only on its moments, and those only on their block of 256 elements), and codes are
+looked up by the upper bits of a number.
 
 Importing this module needs torchao.
 """
@@ -22,17 +22,17 @@ from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 from engine.device.row_blocks import spans
 from engine.optim.adamw import local_part
 
-# Numbers per part, whole blocks: what a part needs fits into the caches of the cores that share it.
+# Elements per part, a multiple of the block size: a part and its temporaries fit into the caches of the cores.
 PART_NUMBERS = 2**18
-_UPPER_BITS = _LOWER_BITS = 16  # of a number: sign, exponent and 7 bits of the mantissa; the other 16 bits of it
+_UPPER_BITS = _LOWER_BITS = 16  # of an fp32: sign, exponent and 7 bits of the mantissa; the other 16 of the mantissa
 
 
 class HostAdamW8bit(AdamW8bit):  # type: ignore[misc]
-    """torchao's AdamW8bit for weights on a CPU: the same state, and the same bits as its own uncompiled update."""
+    """torchao's AdamW8bit for weights on a CPU: same state, bitwise equal to its uncompiled update."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Updates every weight that has a gradient."""
+        """Update every weight that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -54,7 +54,7 @@ class HostAdamW8bit(AdamW8bit):  # type: ignore[misc]
 
 
 def part_of(tensor: Tensor, span: slice) -> Tensor:
-    """A view of some of this rank's numbers of `tensor`, flat; of quantized ones whole blocks."""
+    """Return a flat view of a span of this rank's shard; of a quantized moment the span must be whole blocks."""
     local = local_part(tensor)
     if not hasattr(local, "codes"):
         flat: Tensor = local.view(-1)[span]
@@ -65,10 +65,15 @@ def part_of(tensor: Tensor, span: slice) -> Tensor:
 
 
 def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any]) -> None:
-    """One AdamW step of fp32 `weight` [n] in place, in the order of torchao's arithmetic, which rounds the same way.
+    """Update fp32 `weight` in place by one AdamW step (Loshchilov and Hutter 2019).
 
-    mean, square   moments: fp32, or OptimState8bit
-    step           fp32 scalar, from 1
+    Operations come in torchao's order, so that results round alike.
+
+    Args:
+        weight, gradient: [n] fp32.
+        mean, square: First and second moment, [n] fp32 or OptimState8bit; written in place.
+        step: fp32 scalar, from 1.
+        group: lr, betas, eps, weight_decay.
     """
     rate, (beta1, beta2) = group["lr"], group["betas"]
     correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
@@ -81,7 +86,7 @@ def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step:
 
 
 def widened(moment: Any) -> Tensor:
-    """fp32 copy of a moment."""
+    """Return an fp32 copy of a moment, dequantized if it has 8 bits."""
     if not hasattr(moment, "codes"):
         copy: Tensor = moment.clone()
         return copy
@@ -91,7 +96,7 @@ def widened(moment: Any) -> Tensor:
 
 
 def narrow(values: Tensor, moment: Any) -> None:
-    """Writes fp32 `values` [n] into `moment`."""
+    """Write fp32 `values` [n] into `moment`, quantized per block if it has 8 bits."""
     if not hasattr(moment, "codes"):
         moment.copy_(values)
         return
@@ -101,7 +106,7 @@ def narrow(values: Tensor, moment: Any) -> None:
 
 
 def nearest_codes(values: Tensor, signed: bool) -> Tensor:
-    """int32 codes of fp32 `values` [n] within [-1, 1]: those of torchao's quantize_8bit_with_qmap."""
+    """Return the int32 codes of fp32 `values` [n] within [-1, 1], equal to torchao's quantize_8bit_with_qmap."""
     lowest, next_from = code_tables(signed)
     codes = lowest.index_select(0, (values.view(torch.int32) >> _LOWER_BITS) + 2 ** (_UPPER_BITS - 1))
     return codes.add_(values >= next_from.index_select(0, codes))
@@ -109,13 +114,17 @@ def nearest_codes(values: Tensor, signed: bool) -> Tensor:
 
 @lru_cache(maxsize=2)
 def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
-    """(the code of the smallest of all numbers with the same upper bits [2**16] int32, the number from which a code's
-    next one begins [256] fp32, infinite for the last).
+    """Return the tables of `nearest_codes`.
 
-    Numbers with the same upper bits lie closer together than the limits between codes, so have two codes at most.
+    Numbers with the same upper bits differ by less than the distance between code limits, so they have at most two
+    codes: the first table's, and the next one from the second table's limit on.
+
+    Returns:
+        The code of the smallest number with given upper bits, [2**16] int32, and the limit above which the next code
+        begins, [256] fp32, infinite for the last.
     """
     qmap = torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned())
-    # Torchao's search takes the nearer neighbour; where it changes over is found by asking it around the middle.
+    # torchao's search takes the nearer neighbour; find its exact limit by probing the floats around the middle.
     near = [(qmap[:-1] + qmap[1:]) / 2]
     for _ in range(2):
         near = [near[0].nextafter(qmap[:-1]), *near, near[-1].nextafter(qmap[1:])]

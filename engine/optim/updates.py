@@ -1,26 +1,26 @@
-"""When weights are updated: all after backward, or each inside it, as soon as its gradient is complete.
+"""When weights are updated: all after backward, or each within backward as soon as its gradient is reduced.
 
-    after backward   all gradients live at once (4 bytes per parameter of this rank's shards), so they can be clipped;
-                     on the host beside the next forward pass, which waits for the weights of a unit when it comes there
-    in backward      those of one FSDP unit do; each is used and freed before the next unit's are reduced
+    after backward   the gradients of all parameters exist together (4 bytes per parameter of this rank's shards), so
+                     they can be clipped; with weights on the host the update overlaps the next forward pass, which
+                     waits for the weights of a unit before it gathers them
+    in backward      the gradients of one FSDP unit exist together; each is used and freed before the next is reduced
 
-On the device an update in backward runs from a hook that FSDP2 calls once a shard's gradient is reduced (pytorch pull
-request 129450); on the host beside backward (below). By then the unit's backward has read its
-weights for the last time, and a weight of two modules (tied embeddings) has the gradients of both: FSDP2 reduces such a
-unit at the end of backward.
+On the device an update in backward runs in a post-accumulate-grad hook, which FSDP2 calls once a shard's gradient is
+reduced (pytorch/pytorch#129450). By then the unit's backward has read its weights for the last time. A weight shared by
+two modules (tied embeddings) has both gradients by then, since FSDP2 reduces such a unit at the end of backward.
 
-Weights, gradients and moments on the host: the host adds up and updates while the device computes.
+With weights, gradients and moments on the host, the host accumulates and updates while the device computes:
 
     compute stream   backward of n   backward of n-1        backward of n-2  ...      forward of 0   forward of 1 ...
-    reduce stream                 '-> sum n, copy n to pinned memory |C|  sum n-1, copy n-1 ...
-    backward's thread                 gives n to the worker ---'
-    worker                                    |wait C| adds n up, or updates the weights of n ...  updates 0, 1, 2 ...
+    reduce stream                 '-> reduce n, copy n to pinned memory |C|  reduce n-1, copy n-1 ...
+    backward thread                   submits n to the worker ---'
+    worker thread                             |wait C| accumulates n, or updates the weights of n ...  updates 0, 1 ...
 
-FSDP2 copies a unit's reduced gradient to pinned memory without making anybody wait only where no hook hangs on it
-(since torch 2.13; before, it called a hook while the copy was under way) and nothing is there to add it to. So no hook
-hangs on a gradient: it is taken away when FSDP2 reduces the next unit's, which its all-reduce hook tells, and what the
-worker has to wait for is an event on the stream of the copies. `UNITS_AHEAD` bounds the memory of gradients that wait:
-where the host is slower than the device, backward waits for it there.
+FSDP2 copies a reduced gradient to pinned memory without blocking the host only if the parameter has no hook (since
+torch 2.13; before, it called a hook while the copy was in flight) and no gradient to add to. So parameters get no hook.
+Instead the gradients of a unit are taken from `.grad` when FSDP2 reduces the next unit, which it reports by its
+all-reduce hook, and the worker waits for an event on the stream of the copies. `UNITS_AHEAD` bounds the memory of
+gradients that wait: if the host is slower than the device, backward waits for the host there.
 """
 
 from __future__ import annotations
@@ -37,36 +37,43 @@ from torch import Tensor, nn
 from engine.config.settings import RunConfig
 from engine.distributed.mesh import Mesh
 from engine.optim.adamw import clip_gradients, global_norm, square_sum
-from engine.parallel.fsdp import fsdp_modules, own_parameters
+from engine.parallel.fsdp import fsdp_modules, unit_parameters
 
-UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
+UNITS_AHEAD = 2  # FSDP units whose gradients may wait for the worker
 
-Staged = list[tuple[Tensor, Tensor]]  # parameters with their gradients
-Submit = Callable[[Callable[[], None]], "Future[None]"]  # runs calls in their order
+Staged = list[tuple[Tensor, Tensor]]  # (parameter, its gradient), both this rank's fp32 shards
+Submit = Callable[[Callable[[], None]], "Future[None]"]  # runs calls one after another, in the order of submission
 
 
 class Arrival(Protocol):
-    """Something that a thread can wait for: a torch.cuda.Event."""
+    """The completion of some copies, as torch.cuda.Event reports it."""
 
     def synchronize(self) -> None:
-        """Returns when it has come."""
+        """Block the calling thread until the copies are complete."""
 
 
 class Updates:
-    """Brings gradients into the weights: clips all by their global norm after backward, then updates all weights.
+    """Applies gradients to the weights after backward: clips them by their global norm, then steps the optimizer.
 
-    `optimizer` owns the parameters of the sharded `model`.
+    Args:
+        model: The sharded model.
+        optimizer: Owns all parameters of `model`.
+        max_grad_norm: Largest global 2-norm of the gradients; None disables clipping.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         self._model, self._optimizer, self._max_grad_norm = model, optimizer, max_grad_norm
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """Ends a step after backward; the parameters have no gradient any more. All ranks must call.
+        """End a step after backward: clip, update, and free the gradients. Collective over all ranks.
 
-        Gives the global 2-norm of the gradients before clipping: fp32 scalar where the gradients lie, equal on all
-        ranks. `taken` may refuse the update when it has seen that norm; where weights are updated in backward there is
-        none. Raises what went wrong beside backward.
+        Args:
+            taken: Called with the norm; returns whether to apply the update. Must be None if weights are updated in
+                backward, where it is too late to refuse.
+
+        Returns:
+            The global 2-norm of the gradients before clipping, an fp32 scalar on the device of the gradients, equal on
+            all ranks. Errors of updates that ran in another thread are raised here.
         """
         norm = clip_gradients(self._model.parameters(), self._max_grad_norm)
         if taken is None or taken(norm):
@@ -75,42 +82,42 @@ class Updates:
         return norm
 
     def wait_pending(self) -> None:
-        """Returns when all weights are updated: forward passes wait by themselves. Raises what went wrong."""
+        """Block until all weights are updated; raise errors of the updates. Forward passes wait on their own."""
 
 
 def build_updates(config: RunConfig, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> Updates:
-    """The updates that the configuration wants."""
-    in_backward, owner = config.memory.optimizer_in_backward, (model, optimizer, config.optimizer.max_grad_norm)
+    """Choose the `Updates` for memory.optimizer_store and memory.optimizer_in_backward."""
+    in_backward, arguments = config.memory.optimizer_in_backward, (model, optimizer, config.optimizer.max_grad_norm)
     if config.memory.optimizer_store == "host":
-        if mesh.device.type != "cuda":  # whose copies are there, and whose cores compute
-            return HostUpdates(*owner, at_once, lambda: None, in_backward=in_backward)
-        return HostUpdates(*owner, worker_thread(), blocking_event, in_backward=in_backward)
-    return UpdatesInBackward(*owner) if in_backward else Updates(*owner)
+        if mesh.device.type != "cuda":  # copies are synchronous on a CPU, and a worker would compete for its cores
+            return HostUpdates(*arguments, run_inline, lambda: None, in_backward=in_backward)
+        return HostUpdates(*arguments, worker_thread(), blocking_event, in_backward=in_backward)
+    return UpdatesInBackward(*arguments) if in_backward else Updates(*arguments)
 
 
 class UpdatesInBackward(Updates):
-    """Updates every weight from a hook on its gradient; only the sum of the gradients' squares outlives them.
+    """Updates every weight in a hook on its gradient; only the sum of squares outlives the gradient.
 
-    One optimizer owns all weights, as it does after backward, so its state is the same either way. A step of it from a
-    hook finds one gradient and passes over the other weights, some 0.1 us each.
+    One optimizer owns all weights, as without this mode, so checkpoints are the same either way. A step from a hook
+    finds one gradient and skips the other weights, at about 0.1 us each.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         super().__init__(model, optimizer, max_grad_norm)
-        self._squares: dict[int, Tensor] = {}  # of this step's gradients, float64 scalars, by id of the parameter
+        self._squares: dict[int, Tensor] = {}  # sum of squares of this step's gradient, float64, by id(parameter)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """See `Updates`; by now all weights are updated."""
+        """Return the gradient norm; see `Updates`. All weights are updated already."""
         assert taken is None
         squares, self._squares = self._squares, {}
         return _norm_of(squares.values())
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
-        """Runs on the stream that reduced the gradient."""
+        """Update one weight and free its gradient. FSDP2 calls it on the stream that reduced the gradient."""
         assert parameter.grad is not None
         assert id(parameter) not in self._squares, "a weight was updated with a part of its gradient"
         self._squares[id(parameter)] = square_sum([parameter.grad])
@@ -119,9 +126,13 @@ class UpdatesInBackward(Updates):
 
 
 class HostUpdates(Updates):
-    """Adds gradients up on the host beside backward, and updates weights beside the next forward pass (see above).
+    """Accumulates gradients on the host during backward and updates weights during the next forward pass.
 
-    in_backward   updates them instead of adding up, as soon as their gradients are there
+    Args:
+        model, optimizer, max_grad_norm: See `Updates`.
+        submit: Runs the host's work in order, in a worker thread or inline.
+        arrival: Returns the completion of all copies started on the current stream so far; None: complete.
+        in_backward: Update weights as soon as their gradients have arrived instead of accumulating them.
     """
 
     def __init__(
@@ -136,19 +147,20 @@ class HostUpdates(Updates):
     ) -> None:
         super().__init__(model, optimizer, max_grad_norm)
         self._submit, self._in_backward = submit, in_backward
-        self._squares: dict[Tensor, Tensor] = {}  # of a parameter's gradient in this step, float64 scalars
-        self._sums: dict[Tensor, Tensor] = {}  # by parameter, over the micro-steps so far
-        self._running: dict[Tensor, Future[None]] = {}  # the update of a parameter that nobody has waited for
+        self._squares: dict[Tensor, Tensor] = {}  # sum of squares of this step's gradient, float64, by parameter
+        self._sums: dict[Tensor, Tensor] = {}  # gradient summed over the micro-steps so far, by parameter
+        self._running: dict[Tensor, Future[None]] = {}  # updates that no forward pass has waited for, by parameter
         self._gradients = HostGradients(model, self._update if in_backward else self._add, submit, arrival)
-        # In the order in which forward wants them: the root's own are gathered first.
+        # In the order in which forward needs them: the root comes first, since it is gathered first.
         self._units: list[list[nn.Parameter]] = []
         for unit in fsdp_modules(model):
             assert isinstance(unit, nn.Module)
-            self._units.append(own := own_parameters(unit))
-            unit.register_forward_pre_hook(partial(self._before_forward, own), prepend=True)  # before it is gathered
+            self._units.append(parameters := unit_parameters(unit))
+            # prepend: before FSDP2's own hook, which copies the shards to the device to gather them.
+            unit.register_forward_pre_hook(partial(self._before_forward, parameters), prepend=True)
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """See `Updates`."""
+        """See `Updates`. Returns once the norm is known; updates may still run in the worker."""
         self._gradients.finish()
         norm = _norm_of(self._squares.values())
         self._squares.clear()
@@ -177,38 +189,41 @@ class HostUpdates(Updates):
         self._step(staged, self._optimizer.param_groups)
 
     def _update_beside_forward(self, norm: Tensor) -> None:
-        """With the learning rate of now, which may be set anew meanwhile."""
+        """Submit the update of every FSDP unit, in the order of the next forward pass."""
+        # The trainer may set the next step's learning rate before these run, so copy the current one.
         groups = [
             group | {"lr": group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]}
             for group in self._optimizer.param_groups
         ]
-        for own in self._units:
-            staged: Staged = [(parameter, self._sums.pop(parameter)) for parameter in own if parameter in self._sums]
+        for unit in self._units:
+            staged: Staged = [(parameter, self._sums.pop(parameter)) for parameter in unit if parameter in self._sums]
             if staged:
                 done = self._submit(partial(self._step, staged, groups, norm))
                 self._running |= dict.fromkeys((parameter for parameter, _ in staged), done)
 
     @torch.no_grad()
     def _step(self, staged: Staged, groups: list[dict[str, Any]], norm: Tensor | None = None) -> None:
-        """Clips where there is a norm, and updates. The optimizer sees these parameters alone: others may have
-        gradients that have not arrived.
+        """Clip by `norm` if given, and step the optimizer on these parameters alone.
+
+        Others may have a `.grad` whose copy to the host is still in flight, which a step of the optimizer would read.
         """
         for parameter, gradient in staged:
             parameter.grad = gradient
         chosen = dict(staged)
         if norm is not None and self._max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(chosen), self._max_grad_norm, norm, foreach=True)
-        own = [group | {"params": [member for member in group["params"] if member in chosen]} for group in groups]
-        optimizer = object.__new__(
-            type(self._optimizer)
-        )  # with the same state; copy.copy leaves out what subclasses have
-        optimizer.__dict__ = vars(self._optimizer) | {"param_groups": own}
+        chosen_groups = [
+            group | {"params": [parameter for parameter in group["params"] if parameter in chosen]} for group in groups
+        ]
+        # A second optimizer that shares the state of the first; copy.copy would drop attributes of subclasses.
+        optimizer = object.__new__(type(self._optimizer))
+        optimizer.__dict__ = vars(self._optimizer) | {"param_groups": chosen_groups}
         optimizer.step()
         for parameter in chosen:
             parameter.grad = None
 
-    def _before_forward(self, own: Sequence[Tensor], *_: object) -> None:
-        self._wait_for(own)
+    def _before_forward(self, parameters: Sequence[Tensor], *_: object) -> None:
+        self._wait_for(parameters)
 
     def _wait_for(self, parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:
@@ -217,11 +232,14 @@ class HostUpdates(Updates):
 
 
 class HostGradients:
-    """Takes gradients from the parameters of a sharded model as they come; `finish` when backward is over.
+    """Takes gradients from the parameters of a sharded model during backward and passes them on; then call `finish`.
 
-    use       called by `submit` with the gradients of some parameters, in the order in which backward gave them; never
-              again once it has failed
-    arrival   of all copies that were started on the current stream so far; None: they are there
+    Args:
+        model: The sharded model, its shards on the host.
+        use: Called through `submit` with the gradients of some parameters, in the order in which backward produced
+            them; not called again after it has failed.
+        submit: Runs the calls of `use` in order.
+        arrival: Returns the completion of all copies started on the current stream so far; None: complete.
     """
 
     def __init__(
@@ -239,23 +257,27 @@ class HostGradients:
             unit.set_all_reduce_hook(self._before_unit)
 
     def finish(self) -> None:
-        """After backward: everything was used when it returns. Raises what `use` raised."""
+        """Take the remaining gradients after backward and block until all are used. Raises what `use` raised."""
         self._take()
         self._wait(0)
 
     def _before_unit(self, reduced: Tensor) -> None:
-        """FSDP2 calls it between the sum of a unit's gradients and their copy; those of the units before are there."""
+        """All-reduce hook of a unit: FSDP2 calls it after reducing the unit's gradients and before copying them.
+
+        The copies of the units before were started by then, so their `.grad` is set.
+        """
         if reduced.device.type == "cuda":
-            # With this hook the copy runs on another stream than `reduced` was allocated on, which FSDP2 does not note.
+            # With an all-reduce hook FSDP2 copies on another stream than the one that allocated `reduced`, without
+            # recording it: the allocator could reuse the memory before the copy has read it.
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         self._take()
 
     def _take(self) -> None:
         self._wait(UNITS_AHEAD)
-        # `use` may set the gradient that it was given; that is not taken a second time.
+        # The worker may set `.grad` to a gradient that it was given (`_step`); do not take that a second time.
         given = {gradient for _, gradients in self._pending for gradient in gradients}
-        found = [(parameter, parameter.grad) for parameter in self._parameters]
-        staged = [(parameter, grad) for parameter, grad in found if grad is not None and grad not in given]
+        pairs = [(parameter, parameter.grad) for parameter in self._parameters]
+        staged = [(parameter, grad) for parameter, grad in pairs if grad is not None and grad not in given]
         if not staged:
             return
         for parameter, _ in staged:
@@ -264,7 +286,7 @@ class HostGradients:
         self._pending.append((done, {gradient for _, gradient in staged}))
 
     def _wait(self, most: int) -> None:
-        """Until at most so many units are not used."""
+        """Block until at most `most` units are pending, and raise errors of those that are done."""
         while self._pending and (len(self._pending) > most or self._pending[0][0].done()):
             self._pending.popleft()[0].result()
 
@@ -282,12 +304,12 @@ class HostGradients:
 
 
 def worker_thread() -> Submit:
-    """Runs calls one after the other in a thread, which ends when nobody holds this any longer."""
+    """Return a `Submit` that runs calls in one worker thread; the thread ends when the `Submit` is garbage."""
     return ThreadPoolExecutor(1, thread_name_prefix="host updates").submit
 
 
-def at_once(call: Callable[[], None]) -> Future[None]:
-    """Runs a call where it is."""
+def run_inline(call: Callable[[], None]) -> Future[None]:
+    """A `Submit` that runs the call in the calling thread before it returns."""
     call()
     done: Future[None] = Future()
     done.set_result(None)
@@ -295,14 +317,14 @@ def at_once(call: Callable[[], None]) -> Future[None]:
 
 
 def blocking_event() -> Arrival:
-    """The point that the current CUDA stream has been given work up to; a thread that waits for it takes no core."""
+    """Record an event on the current CUDA stream. Blocking: a thread that waits for it sleeps instead of spinning."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def _norm_of(squares: Iterable[Tensor]) -> Tensor:
-    """The `global_norm` of gradients that gave these `square_sum`s one after the other."""
-    found = list(squares)
-    assert found, "no gradient came"
-    return global_norm(torch.stack(found).sum())
+    """Return the `global_norm` of the gradients whose `square_sum`s are `squares`. Collective over all ranks."""
+    values = list(squares)
+    assert values, "the step produced no gradient"
+    return global_norm(torch.stack(values).sum())

@@ -1,1 +1,1 @@
-"""How a model runs on many ranks: FSDP2, tensor parallelism, and the order in which they are composed."""
+"""How a model runs on many ranks: FSDP2, tensor parallelism, row sharding, and the order of composition."""

@@ -1,7 +1,7 @@
-"""THE order of composition: context parallel -> tensor parallel -> compile -> checkpoint policies -> FSDP2.
+"""Applies all parallelisms to a model, in this order: context -> tensor -> compile -> checkpoint policies -> FSDP2.
 
-The model knows none of this: attention over the ranks is a function it is given at every call, and tensor parallelism
-changes what its modules hold and do, never their shapes as the model sees them.
+The model is unaware of them: attention over the ranks is a function passed at every call, and tensor parallelism
+changes what modules hold and do, never the shapes that the model sees. The only file that knows the order.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from engine.resolve.run import ResolvedRun
 def build_model(
     run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
 ) -> tuple[LlamaModel, ContextParallel]:
-    """(the model, sharded and initialised by the seed; its attention over the cp ranks). All ranks must call.
+    """Return the model, sharded and initialised, and its attention over the cp ranks. Collective over all ranks.
 
-    The model is built without memory, sharded, and only then given memory, so no rank ever holds all of it.
-    `attention`: of the run, if the caller has built it (it opens process groups); None: it is built here.
+    The model is built on the meta device, sharded, and allocated afterwards, so no rank ever holds all of it.
+
+    Args:
+        attention: Of the run, if the caller has built it (building one opens process groups); None: it is built here.
     """
     model, attention = build_empty_model(run, mesh, attention)
     set_first_weights(model, run.config)
@@ -47,9 +49,10 @@ def build_model(
 
 
 def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
-    """The weights that training begins with: those of model.init_from, else drawn by the seed. All ranks must call.
+    """Load the weights of model.init_from, or draw initial ones from the seed, in place. Collective over all ranks.
 
-    Raises ConfigError where the folder holds no such model.
+    Raises:
+        ConfigError: The folder does not hold a model of this shape.
     """
     if config.model.init_from is None:
         init_weights(model, config.seed)
@@ -60,7 +63,7 @@ def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
 def build_empty_model(
     run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
 ) -> tuple[LlamaModel, ContextParallel]:
-    """As `build_model`, with whatever the memory of its weights holds."""
+    """Return what `build_model` returns, with uninitialised weights."""
     config = run.config
     with torch.device("meta"):
         model = LlamaModel(config.model, config.loss)
@@ -71,16 +74,16 @@ def build_empty_model(
 
 
 def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel) -> None:
-    """Changes `model` in place to run on `mesh` with this attention over the cp ranks."""
-    if mesh.tp_mesh is not None:
+    """Change `model`, on the meta device, in place to run on `mesh` with this attention. Collective over all ranks."""
+    if mesh.tp_mesh is not None:  # before FSDP2, which shards the tensor-parallel slices further
         slice_model(model, mesh.tp_mesh)
         model.tie_weights()
-    if config.train.compile:
+    if config.train.compile:  # before the policies, which call the compiled halves
         compile_layers(model, mesh.device)
-    shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)  # a dimension of replicas stands before it
+    shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)  # the last dimension; one of replicas may come before it
     parameters = sum(parameter.numel() for parameter in model.parameters()) // shards
     apply_policies(model, layer_executions(config, attention.method, mesh, parameters))
-    # Units of the two largest matrices; when they are one and the same, one unit.
+    # Embedding and head are units of their own, to be freed early; tied, they share a parameter and so must share one.
     largest = [[model.embedding, model.head]] if config.model.tie_embeddings else [model.embedding, model.head]
     shard_model(
         model,
@@ -94,10 +97,15 @@ def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh, attention: Con
 def layer_executions(
     config: RunConfig, method: AttentionMethod, mesh: Mesh, parameters: int = 0
 ) -> list[LayerExecution]:
-    """How every layer runs: its policy, the store of what it keeps, its tiles.
+    """Return how each layer runs: its checkpoint policy, the store of its saved tensors, its tiles.
 
-    One store serves all layers on the host, so that it sees in which order they keep. `parameters`: of this rank; the
-    optimizer on the host needs memory for them.
+    All layers on the host share one store, which prefetches in the reverse of the order in which they saved.
+
+    Args:
+        config: The resolved configuration.
+        method: The attention method, which limits tiles and layers on the host.
+        mesh: Ranks and device meshes.
+        parameters: Elements of this rank's shards, for the memory of an optimizer on the host.
     """
     memory, tile_tokens = config.memory, tile_tokens_of(config, method)
     on_device: ActivationStore = DeviceStore()
@@ -117,11 +125,11 @@ def layer_executions(
 
 
 def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: int, parameters: int) -> int | None:
-    """Bytes of host memory for the activations of one of `local_ranks` ranks; None: no limit.
+    """Return the bytes of host memory for the activations of one of `local_ranks` ranks; None: no limit.
 
-    memory.host_bytes counts for all ranks of a node and for all that lies there, the optimizer's part too. Without it a
-    GPU's rank may use its share of what this machine has, since pinned memory cannot be swapped out; a rank on a CPU
-    has no limit: its host memory is its device's, which is planned as one.
+    memory.host_bytes is for all ranks of a node and includes the optimizer's states. If it is unset, a rank with a GPU
+    may use its share of the machine's memory, since pinned memory cannot be swapped out; a rank on a CPU has no limit,
+    because its host memory is its device memory and is planned as such.
     """
     on_gpu = device.type == "cuda"
     node_bytes = memory.host_bytes
@@ -129,16 +137,18 @@ def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: in
         node_bytes, _ = host_memory()
     if node_bytes is None:
         return None
-    taken = state_bytes(memory, parameters) if on_gpu and memory.optimizer_store == "host" else 0
-    return max(0, node_bytes // local_ranks - taken)
+    states = state_bytes(memory, parameters) if on_gpu and memory.optimizer_store == "host" else 0
+    return max(0, node_bytes // local_ranks - states)
 
 
 def compile_layers(model: LlamaModel, device: torch.device) -> None:
-    """Compiles the two halves of every layer by themselves; attention between them, whose messages cannot be traced,
-    is left as it is.
+    """Compile the two halves of every layer, `project` and `finish`, in place.
 
-    On a CPU every process compiles into a temporary folder of its own, unless TORCHINDUCTOR_CACHE_DIR names one.
-    Raises ConfigError where the C++ compiler that the CPU code needs is missing.
+    Attention between them is not compiled: its messages cannot be traced. On a CPU every process compiles into its own
+    temporary folder, unless TORCHINDUCTOR_CACHE_DIR names one.
+
+    Raises:
+        ConfigError: The device is a CPU and no C++ compiler is installed.
     """
     compilers = (os.environ.get("CXX"), "g++", "clang++")
     if device.type == "cpu" and not any(name and shutil.which(name) for name in compilers):
@@ -147,20 +157,21 @@ def compile_layers(model: LlamaModel, device: torch.device) -> None:
             "install g++, name another compiler in the variable CXX, or set train.compile=false"
         )
     if device.type == "cpu":
-        _use_own_cache()
+        _use_private_cache()
     for layer in model.layers:
         for half in ("project", "finish"):
             setattr(layer, half, torch.compile(getattr(layer, half)))
 
 
-def _use_own_cache() -> None:
-    """Keeps torch's compiler from its shared folder: whoever is killed while a linker writes there leaves half a
-    library, which torch (2.13) loads in every later run of that user: `ImportError: ...so: file too short`.
+def _use_private_cache() -> None:
+    """Point torch's compiler at a temporary folder instead of the user's shared one.
 
-    A GPU's kernels are moved there whole, so those stay shared. Torch itself puts the name of the shared folder,
-    TMP/torchinductor_USER, into the environment when it first looks for it, and children inherit that.
+    A process that is killed while the linker writes to the shared folder leaves a truncated library, which torch (2.13)
+    loads in every later run of that user: `ImportError: ...so: file too short`. GPU kernels are moved into place
+    atomically, so they may stay shared.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # torch itself sets the variable to the shared folder, TMP/torchinductor_USER, and child processes inherit that.
     if given is None or Path(given).name.startswith("torchinductor_"):
         folder = tempfile.mkdtemp(prefix="burst-compiled-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

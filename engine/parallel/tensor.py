@@ -1,17 +1,17 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019, Korthikanti et al. 2022).
 
-Between layers a rank holds T / t rows of hidden, inside attention and MLP all T rows of its heads or channels:
+Between layers a rank holds T / t rows of hidden; inside attention and MLP all T rows of its heads or channels:
 
     [B, T/t, d] -> norm -> GATHER [B, T, d] -> q, k, v by columns -> attention -> o by rows -> SCATTER [B, T/t, d]
                 -> norm -> GATHER [B, T, d] -> gate, up by columns          -> down by rows -> SCATTER [B, T/t, d]
 
 GATHER is an all-gather whose backward is a reduce-scatter, SCATTER the reverse, so a layer sends 4 (t-1)/t T d numbers
-per rank forward and as many backward. (Megatron sends 6 backward: it gathers again what it does not keep. Here a
-gathered input lives until its layer's backward, which under activation checkpointing is one layer at a time.)
+per rank forward and as many backward. (Megatron sends 6 backward, because it gathers again instead of saving. Here a
+gathered input is saved until its layer's backward, with activation checkpointing for one layer at a time.)
 
-Parameters are DTensors on the tp mesh, so that FSDP2, optimizer and checkpoints know their slices; activations are
-plain tensors. Torch's own ColwiseParallel and RowwiseParallel make them DTensors too: their outputs are then views that
-may not be changed in place, and functions of our own (norm, RoPE, attention, loss) would have to unwrap them again.
+Parameters are DTensors on the tp mesh, so that FSDP2, optimizer and checkpoints know their slices. Activations are
+plain tensors. With torch's ColwiseParallel and RowwiseParallel they would be DTensors too: views that must not be
+changed in place, and that custom functions (norm, RoPE, attention, loss) would have to unwrap.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from engine.model.llama import LlamaModel, RMSNorm, TransformerBlock
 
 
 def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
-    """Slices every matrix of `model` over `tp_mesh` in place, before FSDP2; all ranks must call.
+    """Slice every matrix of `model` over `tp_mesh` in place, before FSDP2. Collective over the tp group.
 
-    Matrices that widen are sliced by output features: x [B, T, in] -> [B, T, out / t], without communication; those
-    that narrow by input features: x [B, T, in / t] -> own rows [B, T / t, out] of the sum over ranks; embedding and
-    head by rows of the vocabulary. Norms of own rows, or of own heads, have their whole gain on every rank. Tied
-    weights must be tied again afterwards. Sizes must divide: engine.planning.topology.tensor_parallel_problems.
+    q, k, v, gate, up are sliced by output features: x [B, T, in] -> [B, T, out / t], without communication. o and down
+    are sliced by input features: x [B, T, in / t] -> local rows [B, T / t, out] of the sum over ranks. Embedding and
+    head are sliced by rows of the vocabulary. Norms have their whole gain on every rank.
+
+    Afterwards tie weights again. Sizes must divide: engine.planning.topology.tensor_parallel_problems.
     """
     group = tp_mesh.get_group()
     _slice(model.embedding, tp_mesh, 0, _embed)
@@ -62,26 +63,26 @@ def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, T, ...]: the rows [B, T / t, ...] of all ranks. Its gradient is summed over ranks and divided among them."""
+    """All-gather rows, [B, T / t, ...] -> [B, T, ...]; backward reduce-scatters. Collective over `group`."""
     out: Tensor = _Exchange.apply(x, group, True, True)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter_rows(x: Tensor, group: dist.ProcessGroup, *, values: bool = True) -> Tensor:
-    """[B, T / t, ...]: own rows of the sum over ranks of x [B, T, ...]; a new tensor, free to be changed in place.
+    """Reduce-scatter rows, [B, T, ...] -> [B, T / t, ...], a new tensor; backward all-gathers. Collective over `group`.
 
-    `values` False: for the gradient only; nothing is sent forward, and the result holds anything.
+    `values` False: nothing is sent forward and the result is uninitialised, but its gradient is correct.
     """
     out: Tensor = _Exchange.apply(x, group, False, values)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Exchange(torch.autograd.Function):
-    """One way forward, the other way backward."""
+    """All-gather forward and reduce-scatter backward, or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathers: bool, values: bool) -> Tensor:
-        """All-gather, or reduce-scatter."""
+        """All-gather or reduce-scatter x; uninitialised if not `values`."""
         ctx.group, ctx.gathers = group, gathers
         if not values:
             return x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])
@@ -90,27 +91,27 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
-        """Reduce-scatter, or all-gather."""
+        """Reduce-scatter or all-gather the gradient."""
         dx = _reduce_scatter(dout, ctx.group) if ctx.gathers else _all_gather(dout, ctx.group)
         return dx, None, None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, t * n, ...] from x [B, n, ...]."""
+    """[B, n, ...] -> [B, t * n, ...], a new tensor."""
     ranks, (batch, rows, *rest) = group.size(), x.shape
     parts = all_gather_first(x, group)
     return parts.view(ranks, *x.shape).transpose(0, 1).reshape(batch, ranks * rows, *rest)  # no copy for a batch of one
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, n, ...] from x [B, t * n, ...]; a new tensor, no view."""
+    """[B, t * n, ...] -> [B, n, ...], a new tensor."""
     ranks, (batch, rows, *rest) = group.size(), x.shape
     parts = x.reshape(batch, ranks, rows // ranks, *rest).transpose(0, 1)  # no copy for a batch of one
     return reduce_scatter_first(parts.flatten(0, 1), group)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Makes the module's parameters DTensors with `placement`; one that is one already (a tied weight) stays."""
+    """Make the module's parameters DTensors with `placement`; skip those that are (a tied weight)."""
     for name, parameter in list(module.named_parameters()):
         if not isinstance(parameter, DTensor):
             sliced = nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
@@ -118,21 +119,21 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
 
 
 def _slice(module: nn.Module, mesh: DeviceMesh, dim: int, forward: Callable[..., Tensor]) -> None:
-    """Distributes a weight, and has `forward` work on this rank's slice: called with the module and the group first."""
+    """Shard the module's parameters along `dim` and replace its forward by `forward(module, group, ...)`."""
     _distribute(module, mesh, Shard(dim))
-    # On the instance, inside FSDP's hooks: the weight is gathered over the fsdp ranks before.
+    # Set on the instance: FSDP's hooks wrap the call, so the weight is gathered over the fsdp ranks before.
     module.forward = partial(forward, module, mesh.get_group())
 
 
 def _share_norm(norm: RMSNorm, mesh: DeviceMesh) -> None:
-    """The whole gain on every rank, whose parts of its gradient are summed."""
+    """Replicate the gain; every rank's gradient is that of its own rows or heads, so the gradients are summed."""
     _distribute(norm, mesh, Replicate())
     # FSDP2 sums a gradient that is Partial over the tp ranks before it reduces it further.
     norm.gain = lambda: _local(norm.weight, gradient=Partial())  # type: ignore[method-assign]
 
 
 def _local(parameter: Tensor, *, gradient: Placement | None = None) -> Tensor:
-    """This rank's part; its gradient is placed as the parameter, or as `gradient` says."""
+    """Return this rank's part of a DTensor; its gradient is placed as the parameter, or as `gradient`."""
     assert isinstance(parameter, DTensor)
     local: Tensor = parameter.to_local(grad_placements=None if gradient is None else [gradient])
     return local
@@ -148,15 +149,15 @@ def _narrow(module: Linear, group: dist.ProcessGroup, x: Tensor, values: bool = 
 
 
 def _embed(module: nn.Embedding, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
-    """Own rows [B, T / t, d] of tokens [B, T]: each rank looks up the tokens that it has, and zeros for the others."""
+    """Embed tokens [B, T] -> local rows [B, T / t, d]: each rank looks up its ids, zeros for the rest; then a sum."""
     weight = _local(module.weight)
     index = tokens - group.rank() * weight.shape[0]
     is_elsewhere = (index < 0) | (index >= weight.shape[0])
-    found = F.embedding(index.masked_fill_(is_elsewhere, 0), weight)
-    return scatter_rows(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+    embedded = F.embedding(index.masked_fill_(is_elsewhere, 0), weight)  # [B, T, d]
+    return scatter_rows(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
 
 def vocabulary_ranks(group: dist.ProcessGroup) -> VocabularyRanks:
-    """The ranks of `group`, which hold slices of the vocabulary."""
+    """Return the collectives of the fused loss over `group`, whose ranks hold slices of the vocabulary."""
     gather, scatter = (partial(function, group=group) for function in (all_gather_first, reduce_scatter_first))
     return VocabularyRanks(group.rank(), group.size(), gather, scatter)

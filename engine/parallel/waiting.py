@@ -1,7 +1,7 @@
-"""Where a rank waits for others on the host, told to a `WaitClock`: collectives of FSDP2, messages of the attention.
+"""Reports the time this rank is blocked in collectives of FSDP2 and messages of attention to a `WaitClock`.
 
-On a CPU every collective blocks its caller, so the time in it is the time spent waiting for the last rank, and a little
-for the bytes. On a GPU the host does not wait, and there is nothing to see here.
+On a CPU a collective blocks its caller, so its duration is mostly the wait for the last rank. On a GPU the host does
+not block, so there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engine.parallel.fsdp import fsdp_modules
 
 
 def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: ContextParallel) -> bool:
-    """Whether `waits` from now on sees all that this rank waits for; where it would see a part only, it sees none.
+    """Start counting waits; return whether `waits` is complete, so that it may be used to find a straggler.
 
-    Collectives of tensor parallelism and between replicas are not counted, and a rank that waits there unseen would
-    look like the one that others wait for.
+    Collectives of tensor parallelism and between replicas are not counted. With either, a rank that waits there would
+    look like the straggler, so the result is False.
     """
     if mesh.device.type != "cpu":
         return False
     attention.set_wait_clock(waits)
-    # FSDP2 has a base class for them, which it does not export.
+    # FSDP2 does not export the base class of custom collectives.
     all_gather: Any = _Counted(waits, "all_gather", all_gather_into)
     reduce_scatter: Any = _Counted(waits, "reduce_scatter", reduce_scatter_into)
     for module in fsdp_modules(model):
@@ -39,7 +39,7 @@ def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: Conte
 
 
 class _Counted:
-    """A collective of FSDP2's, as its own are on a CPU, counted."""
+    """A custom collective for FSDP2 that does what its default does on a CPU, and counts the wait."""
 
     def __init__(self, waits: WaitClock, name: str, collective: Callable[..., Any]) -> None:
         self._waits = waits
@@ -47,10 +47,10 @@ class _Counted:
         self._collective = collective
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the whole message."""
+        """Allocate the output of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        """The collective of all ranks."""
+        """Run the collective."""
         with self._waits.waiting(self._name):
             return self._collective(output_tensor, input_tensor, *arguments, **options)

@@ -1,16 +1,16 @@
-"""Checkpoint policies: what every layer keeps for its backward pass and what it computes again. Standard library only.
+"""Activation checkpoint policies: what a layer saves for backward and what it recomputes. Standard library only.
 
-    policy               keeps                                              computes again
+    policy               saves                                              recomputes
     none                 everything                                         nothing
-    full                 its input                                          everything, attention too
+    full                 its input                                          everything, attention included
     attn_out             its input, attention's out and lse                 all but attention
-    seq_fraction         its input, out and lse of the last part of the     the linear work, and attention of the
-                         sequence (saved_fraction, rho)                      first part: (1 - rho)**2 of causal
-    attn_out_every       out and lse; its input only every k-th layer       the linear work, and the inputs in between
+    seq_fraction         its input; out and lse of the last part of the     linear layers, and attention of the first
+                         sequence (saved_fraction, rho)                     part: (1 - rho)**2 of causal attention
+    attn_out_every       out and lse; its input only every k-th layer       linear layers, and the inputs in between
 
-Sources: Chen et al. 2016 (full), Gu et al. 2024 (attn_out: Selective Checkpoint++), Sun et al. 2025 (BurstEngine's
-sequence-level selective checkpointing); attn_out_every is ours: between two kept inputs the residual stream follows
-from attention's results by linear work alone.
+References: Chen et al. 2016 (full), Gu et al. 2024 (attn_out: Selective Checkpoint++), Sun et al. 2025 (BurstEngine's
+sequence-level selective checkpointing). attn_out_every is new here: between two saved inputs the residual stream
+follows from attention's results by linear layers alone.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from engine.planning.topology import length_multiple, padded_length
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """What one layer keeps.
+    """What one layer saves.
 
-    place, group_size   attn_out_every: the layer's place in its group; place 0 keeps the group's input
+    Attributes:
+        kind: The policy.
+        index: attn_out_every: index of the layer in its group; layer 0 saves the group's input.
+        group_size: attn_out_every: layers of the group.
     """
 
     kind: CheckpointKind
-    place: int = 0
+    index: int = 0
     group_size: int = 1
 
     @property
-    def keeps_input(self) -> bool:
-        """Whether the layer's own input is kept."""
-        return self.place == 0
+    def saves_input(self) -> bool:
+        """Whether the layer saves its input."""
+        return self.index == 0
 
 
 def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, ...]:
-    """The policy of every layer; runs of attn_out_every are divided into groups of `every_layers`.
+    """Return the policy of every layer; consecutive attn_out_every layers form groups of `every_layers`.
 
-    Raises ConfigError while it is `auto`.
+    Raises:
+        ConfigError: The policy is still `auto`.
     """
     if memory.activation_checkpoint == "auto" and not memory.checkpoint_layers:
         raise ConfigError(
@@ -63,22 +67,25 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
 
 
 def checkpoint_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
-    """Kinds of policy of the layers in turn. Before `auto` is resolved, that which attends everything again stands for
-    it.
-    """
+    """Return the pattern of policies over layers. Unresolved `auto` counts as full, which recomputes all attention."""
     kind = memory.activation_checkpoint
     return memory.checkpoint_layers or ("full" if kind == "auto" else kind,)
 
 
 def recompute_cut(kind: CheckpointKind, config: RunConfig, cp_size: int) -> int | None:
-    """Queries at positions before this one are attended again in backward; None: the layer keeps everything.
+    """Return the position before which backward recomputes attention of the queries; None: the layer saves everything.
 
-    Counted in the padded sequence: its whole length, padding included, where all rows are computed again, 0 where none
-    are. Every other cut gives all ranks equally many rows on its two sides under a zigzag that has it as its border.
+    Positions are those of the padded sequence: its length if all rows are recomputed, 0 if none are. Other cuts are
+    rounded so that under a zigzag layout split at the cut all ranks have equally many rows on both sides.
+
+    Args:
+        kind: The layer's policy.
+        config: saved_fraction, sequence length and tensor parallelism.
+        cp_size: Ranks that share a sequence.
     """
     if kind == "none":
         return None
     tp_size = config.parallel.tp_size
     padded, multiple = padded_length(config.train.seq_len, cp_size, tp_size), length_multiple(cp_size, tp_size)
-    again = {"full": 1.0, "seq_fraction": 1.0 - config.memory.saved_fraction}.get(kind, 0.0)
-    return multiple * round(again * padded / multiple)
+    recomputed = {"full": 1.0, "seq_fraction": 1.0 - config.memory.saved_fraction}.get(kind, 0.0)
+    return multiple * round(recomputed * padded / multiple)

@@ -1,4 +1,4 @@
-"""Where ranks lie, and which of them work together, as plain integers. No torch: configuration is checked by it.
+"""Ranks on nodes and their groups, as plain integers. No torch, since configurations are checked with it.
 
 world_size=8, dp_replicate_size=1, dp_shard_size=2, cp_size=2, tp_size=2
 dp_shard 0: ranks 0 1 2 3 share sequence 0        dp_shard 1: ranks 4 5 6 7 share sequence 1
@@ -29,7 +29,7 @@ from engine.config.settings import Placement
 
 @dataclass(frozen=True)
 class Topology:
-    """`nodes` machines with `local_ranks` ranks each; rank r lies on node r // local_ranks."""
+    """`nodes` machines with `local_ranks` ranks each; rank r is on node r // local_ranks."""
 
     nodes: int
     local_ranks: int
@@ -40,15 +40,15 @@ class Topology:
         return self.nodes * self.local_ranks
 
     def node_of(self, rank: int) -> int:
-        """Node on which `rank` lies."""
+        """Return the node of `rank`."""
         return rank // self.local_ranks
 
     def same_node(self, first: int, second: int) -> bool:
-        """Whether a message between the two ranks stays inside a node."""
+        """Return whether both ranks are on the same node."""
         return self.node_of(first) == self.node_of(second)
 
     def group(self, size: int) -> Topology:
-        """Topology of a group of `size` consecutive ranks that starts at a node's first rank or fits into a node."""
+        """Return the topology of `size` consecutive ranks that start at a node's first rank or are within a node."""
         if size <= self.local_ranks:
             return Topology(1, size)
         if size % self.local_ranks:
@@ -79,7 +79,7 @@ class Grid:
         return self.inner * self.outer
 
     def rank(self, ring_index: int, head: int) -> int:
-        """The rank at a place."""
+        """Return the rank at a ring rank and head."""
         if self.placement == "head_first":
             return ring_index * self.heads + head
         if self.placement == "context_first":
@@ -88,7 +88,7 @@ class Grid:
         return (outer * self.heads + head) * self.inner + inner
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """(ring rank, head) of a rank."""
+        """Return ring rank and head of a rank."""
         if self.placement == "head_first":
             return divmod(rank, self.heads)
         if self.placement == "context_first":
@@ -99,11 +99,11 @@ class Grid:
         return outer * self.inner + inner, head
 
     def ring(self, head: int) -> tuple[int, ...]:
-        """Ranks of one ring, in ring order."""
+        """Return the ranks of one ring, in ring order."""
         return tuple(self.rank(index, head) for index in range(self.ring_size))
 
     def head_group(self, ring_index: int) -> tuple[int, ...]:
-        """Ranks that hold the shards of one ring rank's block, in order of their shards."""
+        """Return the ranks that hold the shards of one ring rank's block, in order of their shards."""
         return tuple(self.rank(ring_index, head) for head in range(self.heads))
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Degrees:
         return self.cp_size * self.tp_size
 
     def cp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every context-parallel group as global ranks, in order of their first rank: every tp_size-th rank."""
+        """Return every cp group as global ranks, in order of their first rank; members are tp_size apart."""
         return tuple(
             tuple(range(first + tp_rank, first + self.sequence_ranks, self.tp_size))
             for first in range(0, self.world_size, self.sequence_ranks)
@@ -138,26 +138,26 @@ class Degrees:
         )
 
     def cp_topology(self, topology: Topology) -> Topology:
-        """Where the ranks of a cp group of a run lie: of a node's ranks every tp_size-th belongs to it."""
+        """Return the topology of a cp group of a run, which has every tp_size-th rank of a node."""
         return sequence_group(topology, self.cp_size, self.tp_size)
 
 
 def sequence_group(world: Topology, cp_size: int, tp_size: int = 1) -> Topology:
-    """Where the ranks that share one sequence are, each with the same slice of every matrix."""
+    """Return the topology of the ranks that share one sequence and have the same slice of every matrix."""
     return Topology(world.nodes, world.local_ranks // tp_size).group(cp_size)
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def length_multiple(cp_size: int, tp_size: int = 1) -> int:
-    """Tokens of which a length must be a multiple, so that every rank gets two equal chunks that tp ranks divide."""
+    """Return the tokens that must divide a length, so that each rank gets two equal chunks that tp ranks divide."""
     return math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * tp_size)
 
 
 def padded_length(seq_len: int, cp_size: int, tp_size: int = 1) -> int:
-    """seq_len rounded up so that every rank gets two equal chunks, which its tp ranks can divide."""
+    """Return seq_len rounded up so that every rank gets two equal chunks that its tp ranks can divide."""
     multiple = length_multiple(cp_size, tp_size)
     return -(-seq_len // multiple) * multiple

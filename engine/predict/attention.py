@@ -232,9 +232,9 @@ def preview_attention(
     blocks = divide_run(config, method, layer_pattern)
     counts = Counter(layer_pattern[index % len(layer_pattern)] for index in range(config.model.num_layers))
     ranks = planned_ranks(topology, blocks, layer_pattern[0].mask) if ranks is None else ranks
-    place = _Place(token_bytes_of(config, method), topology, machine, ranks)
+    group = _Group(token_bytes_of(config, method), topology, machine, ranks)
     layers = [
-        LayerPreview(attention, layer_pattern.index(attention), count, tuple(_preview_layer(attention, blocks, place)))
+        LayerPreview(attention, layer_pattern.index(attention), count, tuple(_preview_layer(attention, blocks, group)))
         for attention, count in counts.items()
     ]
     return AttentionPreview(method, topology, machine, tuple(layers))
@@ -256,7 +256,7 @@ def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, 
     return tuple(node * topology.local_ranks + rank for node in nodes for rank in ends)
 
 
-class _Place(NamedTuple):
+class _Group(NamedTuple):
     """What a plan is counted with."""
 
     token_bytes: TokenBytes
@@ -265,23 +265,23 @@ class _Place(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> Iterator[PassPreview]:
+def _preview_layer(attention: LayerAttention, blocks: Blocks, group: _Group) -> Iterator[PassPreview]:
     """Every pass of a layer."""
     cut = attention.recompute_before
-    plans = plan_method(attention.method, attention.mask, blocks, place.ranks, recompute_before=cut)
+    plans = plan_method(attention.method, attention.mask, blocks, group.ranks, recompute_before=cut)
     pairs = ring_rank_pairs(attention.mask, blocks.ring)
-    yield (forward := _preview_pass(plans.forward, "forward", place, pairs))
+    yield (forward := _preview_pass(plans.forward, "forward", group, pairs))
     again = plans.recompute
     if again is plans.forward:  # all of it: counted and replayed already
         yield replace(forward, direction="recompute")
     elif again is not None:
         fewer = ring_rank_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
-        yield _preview_pass(again, "recompute", place, fewer)
-    yield _preview_pass(plans.backward, "backward", place, pairs)
+        yield _preview_pass(again, "recompute", group, fewer)
+    yield _preview_pass(plans.backward, "backward", group, pairs)
 
 
-def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tuple[int, ...]) -> PassPreview:
-    token_bytes, topology, machine, _ = place
+def _preview_pass(plan: AttentionPlan, name: PassName, group: _Group, pairs: tuple[int, ...]) -> PassPreview:
+    token_bytes, topology, machine, _ = group
     sent = plan.bytes_by_link(token_bytes, topology)
     ranks = tuple(_preview_rank(rank_plan, token_bytes, sent[rank]) for rank, rank_plan in sorted(plan.ranks.items()))
     return PassPreview(name, ranks, pairs, replay(plan, machine, token_bytes, topology))

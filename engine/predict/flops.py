@@ -1,19 +1,19 @@
-"""FLOPs of a training step, the parameters behind them, MFU, and the seconds that it takes. Standard library only.
+"""FLOPs of a training step, parameter counts, MFU, and the parts of a step's time. Standard library only.
 
-Per sequence of N tokens, with N_mat parameters that take part in matmuls (head included, embedding lookup not), and
-P visible (query, key) pairs of the mask:
+Per sequence of N tokens, with N_mat parameters of matmuls (head included, embedding lookup not) and P visible
+(query, key) pairs of the mask:
 
     forward    2 * N_mat * N           a multiplication and an addition per parameter and token
              + 4 * L * H * D * P       Q K^T and P V, 2 * D each per pair and query head (P: of the mean layer)
     backward   twice the forward       gradients of both operands of every matmul
 
-Conventions differ by more than 2x between publications, so each figure carries the name of its own:
+Conventions differ by more than 2x between publications, so each figure names its convention:
 
     model                  forward + backward, pairs counted exactly by the mask: basis of `mfu`
     model_full_attention   the same with P = N**2, as if nothing were masked: basis of `mfu_full_attention`
-    hardware               model + what activation checkpointing computes again: basis of `hfu`
+    hardware               model + recomputation of activation checkpointing: basis of `hfu`
 
-Not counted anywhere: norms, RoPE, softmax, the optimizer, and what a flash kernel recomputes inside its own backward.
+Never counted: norms, RoPE, softmax, the optimizer, and what a flash kernel recomputes inside its backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.config.settings import ModelConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by what they do; a tied head counts under `head`, and its embedding is 0."""
+    """Parameters by use; a tied weight counts under `head`, and `embedding` is 0."""
 
     embedding: int
     layer_matmuls: int
@@ -36,12 +36,12 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """Numbers that are stored and trained."""
+        """All trained parameters."""
         return self.embedding + self.layer_matmuls + self.vectors + self.head
 
     @property
     def matmul(self) -> int:
-        """N_mat: parameters that every token is multiplied with."""
+        """N_mat: parameters of matmuls with every token."""
         return self.layer_matmuls + self.head
 
 
@@ -55,7 +55,7 @@ class Flops:
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Parameters of `engine.model.llama.LlamaModel(model)`, without building it."""
+    """Count the parameters of `engine.model.llama.LlamaModel(model)` without building it."""
     query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * query_size + 2 * kv_size)
     mlp = 3 * model.hidden_size * model.ffn_hidden_size
@@ -71,12 +71,12 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
-    """Visible (query, key) pairs of one sequence, exactly; the causal diagonal is visible."""
+    """Return the visible (query, key) pairs of one sequence; the causal diagonal is visible."""
     return seq_len * (seq_len + 1) // 2 if mask == "causal" else seq_len * seq_len
 
 
 def forward_flops(model: ModelConfig, *, tokens: int, pairs: int) -> int:
-    """FLOPs of one forward pass over `tokens` tokens with `pairs` visible pairs per head, summed over layers."""
+    """Return the FLOPs of a forward pass over `tokens` tokens with `pairs` visible pairs per head over all layers."""
     return 2 * count_parameters(model).matmul * tokens + _attention_forward(model, pairs)
 
 
@@ -89,25 +89,30 @@ def step_flops(
     recomputed_matrices: int = 0,
     recomputed_pairs: int = 0,
 ) -> Flops:
-    """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
+    """Return the FLOPs of one optimizer step over all ranks and micro-steps.
 
-    `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What backward
-    computes again, parameters of matmuls (summed over layers) and pairs, depends on the checkpoint policies
-    (`engine.predict.policy_cost`); of the head nothing: the loss computes its logits once.
+    Args:
+        model: Shape.
+        seq_len: Tokens per sequence.
+        visible_pairs: Pairs that masks and documents leave visible, summed over layers and sequences.
+        sequences: Of the step.
+        recomputed_matrices: Parameters whose matmuls are recomputed in backward, summed over layers
+            (`engine.predict.policy_cost`). The head is never recomputed.
+        recomputed_pairs: Pairs recomputed in backward, summed over layers and sequences.
     """
     tokens = seq_len * sequences
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
     every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
-    again = 2 * recomputed_matrices * tokens + _attention_forward(model, recomputed_pairs)
+    recomputed = 2 * recomputed_matrices * tokens + _attention_forward(model, recomputed_pairs)
     return Flops(
         model=3 * forward,
         model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair),
-        hardware=3 * forward + again,
+        hardware=3 * forward + recomputed,
     )
 
 
 def mfu(flops: float, *, step_time_s: float, devices: int, peak_flops_per_s: float) -> float:
-    """`flops` in `step_time_s` as a share of the peak of `devices` devices; the FLOPs given say which MFU it is."""
+    """Return `flops` / `step_time_s` as a fraction of the peak of `devices` devices, 0 to 1."""
     return flops / (step_time_s * devices * peak_flops_per_s)
 
 
@@ -117,19 +122,18 @@ def _attention_forward(model: ModelConfig, pairs: int) -> int:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of one optimizer step by what they are spent on; those that something hides are left out.
+    """Seconds of one optimizer step by part; time that overlaps with another part is not counted.
 
-    attention_*        plans replayed: kernels and sums of the busiest rank; what messages add is `attention_exposed`
-    matrices           projections and MLP, what a policy computes again too
-    elementwise        norms, RoPE, SwiGLU, residual sums and those of weights' gradients over tiles, by the bytes that
-                       they read and write
-    loss               LM head and loss: the head's three products, and four passes over its logits
-    weights            FSDP's gathers, two per micro-step
-    gradients          their reduction, and between copies of the model (HSDP) one more
-    tensor_parallel    gathers and scatters of rows inside layers
-    offload            copies of activations and of weights on the host
-    optimizer          AdamW over a rank's shards; of that on the host what computing does not hide
-    overhead           of the host, per layer and step, beside starting kernels that a GPU is busy with
+    attention_*        replayed plans: kernels and sums of the busiest rank; exposed messages are `attention_exposed`
+    matrices           projections and MLP, recomputation included
+    elementwise        norms, RoPE, SwiGLU, residual sums, and sums of weight gradients over tiles, by memory traffic
+    loss               LM head and loss: the head's three matmuls and four passes over its logits
+    weights            FSDP's all-gathers, two per micro-step
+    gradients          FSDP's reduce-scatters, and the all-reduce between replicas (HSDP)
+    tensor_parallel    all-gathers and reduce-scatters of rows inside layers
+    offload            copies of activations and weights to and from the host
+    optimizer          AdamW over a rank's shards; if on the host, what computation does not hide
+    overhead           of the host per layer and step, beyond kernel launches that a busy GPU hides
     """
 
     attention_forward: float
@@ -148,17 +152,21 @@ class StepParts:
 
     @property
     def seconds(self) -> float:
-        """Their sum."""
+        """Sum of all parts."""
         return math.fsum(asdict(self).values())
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step.
+    """Predicted time of one optimizer step.
 
-    tokens              of the step, over all ranks
-    flops               of the step, over all ranks, pairs as the masks count them
-    peak_flops_per_s    of a device, configured or published; None: nobody knows it
+    Attributes:
+        machine: Name of the machine.
+        parts: Seconds by part.
+        tokens: Of the step, over all ranks.
+        world_size: Ranks.
+        flops: Of the step, over all ranks, with the pairs of the masks.
+        peak_flops_per_s: Of a device, configured or published; None: unknown.
     """
 
     machine: str
@@ -170,27 +178,27 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.parts.seconds
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Throughput as publications give it."""
+        """Throughput per device."""
         return self.tokens / self.seconds / self.world_size
 
     @property
     def device_s_per_token(self) -> float:
-        """What a token costs, however many devices work on it."""
+        """Device seconds per token, which compares runs on different numbers of devices."""
         return self.seconds * self.world_size / self.tokens
 
     def mfu(self, flops: int) -> float | None:
-        """FLOPs of this step as a share of the peak; those given say which MFU it is."""
+        """Return `flops` of this step as a fraction of the peak; None if the peak is unknown."""
         if self.peak_flops_per_s is None:
             return None
         return mfu(flops, step_time_s=self.seconds, devices=self.world_size, peak_flops_per_s=self.peak_flops_per_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; each MFU by the convention of its name, as in `metrics.jsonl`."""
+        """Return JSON values, with the keys of metrics.jsonl for MFU."""
         return {
             "machine": self.machine,
             "seconds": self.seconds,

@@ -1,7 +1,7 @@
-"""Machines as predictions see them: peaks, memory, rates of kernels, links. Plain numbers, standard library only.
+"""Machines for predictions: peaks, memory, rates of kernels and links. Plain numbers, standard library only.
 
-One row a device, each with its document; everything that predicts or judges a run reads this table, or a profile that
-`burst bench machine` measured, which is such a row.
+The table has one row per device with its source. All predictions read this table, or a profile measured by
+`burst bench machine`, which has the same fields.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.config.settings import RunConfig
 from engine.planning.program.ops import Direction, LinkBytes
 
 LinkKind = Literal["intra", "inter", "host"]
-# (size, share of the rate that something of this size reaches), sizes ascending; empty: all sizes reach it.
+# (size, fraction of the rate reached at this size), sizes ascending; empty: the full rate at all sizes.
 Shares = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s that one device can do at most, None where nobody knows, and where the number came from."""
+    """Peak FLOP/s of one device (None: unknown), and the source of the number."""
 
     flops_per_s: float | None
     source: str
@@ -37,12 +37,12 @@ class Peak:
 class Machine:
     """One device with its links: a row of `DEVICES`, or what `burst bench machine` measured.
 
-    Rates are per device and per direction; every link carries both directions at once.
+    Rates are per device and per direction; every link is full duplex.
 
     pattern                     of what torch and drivers call it
     source                      the document, or where and when it was measured
     bf16_peak, fp32_peak        dense FLOP/s, without sparsity: bf16 with fp32 accumulation, fp32 outside the tensor
-                                cores (torch uses TF32 only when told to)
+                                cores (torch uses TF32 only if enabled)
     memory_bytes                as the driver reports it; of a CPU: None, it is the host's
     host_memory_bytes           of a node; None: not known
     is_cpu                      ranks compute on the cores of their node
@@ -116,7 +116,7 @@ class Machine:
         return Peak(flops_per_s, f"{self.source}, {dtype} dense")
 
     def tile_flops_per_s(self, direction: Direction, rows: float) -> float:
-        """Rate of the attention kernel on a tile of so many rows (the fewer of queries and keys)."""
+        """Return the rate of the attention kernel on a tile of `rows` rows, the smaller of queries and keys."""
         if direction == "forward":
             return self.forward_flops_per_s * share_at(self.forward_shares, rows)
         return self.backward_flops_per_s * share_at(self.backward_shares, rows)
@@ -126,7 +126,7 @@ class Machine:
         return self.matmul_flops_per_s * share_at(self.matmul_shares, side)
 
     def moved_bytes_per_s(self, operand_bytes: float) -> float:
-        """Rate of elementwise operations on operands of so many bytes."""
+        """Return the rate of elementwise operations on operands of this size."""
         return self.elementwise_bytes_per_s * share_at(self.elementwise_shares, operand_bytes)
 
     def bytes_per_s(self, link: LinkKind) -> float:
@@ -134,7 +134,7 @@ class Machine:
         return {"intra": self.intra_bytes_per_s, "inter": self.inter_bytes_per_s, "host": self.host_bytes_per_s}[link]
 
     def idle_wire_s(self, sent: LinkBytes, local_ranks: int) -> float:
-        """Seconds that so many bytes of one rank take when nothing else is on its links, which work at the same time.
+        """Return the seconds that these bytes of one rank take on otherwise idle links, which work concurrently.
 
         local_ranks   of a node; they send as much, and share the link to other nodes if it is one
         """
@@ -146,7 +146,7 @@ class Machine:
         return {"intra": self.intra_latency_s, "inter": self.inter_latency_s, "host": self.host_latency_s}[link]
 
     def shared_by(self, local_ranks: int, threads: int | None = None, cores: int | None = None) -> Machine:
-        """As one of `local_ranks` ranks of a node sees it, each of so many threads; a GPU is nobody else's.
+        """Return the machine as one of `local_ranks` ranks of a node has it, of `threads` threads; GPUs are exclusive.
 
         Where fewer share the cores that were measured each is so much faster; a core of the table is one thread's, and
         more threads than there are cores, where that is known, have a part of one.
@@ -166,19 +166,19 @@ class Machine:
 
 
 def share_at(shares: Shares, size: float) -> float:
-    """The share that this size reaches: between two points by the logarithm of the size, else that of the end."""
+    """Return the fraction of the rate at `size`: interpolated in log(size), constant beyond both ends."""
     if not shares:
         return 1.0
     above = bisect.bisect_left(shares, (size,))
     if above in (0, len(shares)):
         return shares[min(above, len(shares) - 1)][1]
     (low, low_share), (high, high_share) = shares[above - 1 : above + 1]
-    place = math.log(size / low) / math.log(high / low)
-    return low_share + place * (high_share - low_share)
+    fraction = math.log(size / low) / math.log(high / low)
+    return low_share + fraction * (high_share - low_share)
 
 
 def machine_fields() -> tuple[str, ...]:
-    """Names of all rates and latencies."""
+    """Return the names of all rates and latencies."""
     return tuple(field.name for field in fields(Machine) if field.type == "float")
 
 
@@ -189,12 +189,12 @@ _AGAIN = "measure it again with `burst bench machine`"
 
 
 def profile_document(machine: Machine, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a profile; `measured`: date, hardware, versions, and the series behind the figures."""
+    """Return the content of a profile; `measured`: date, hardware, versions, and the measured series."""
     return {"profile_version": PROFILE_VERSION, "machine": to_plain(machine), "measured": dict(measured)}
 
 
 def read_profile(path: Path) -> Machine:
-    """The machine in a profile. Raises ConfigError, with all that is wrong with the file."""
+    """Read the machine of a profile. Raises ConfigError with all problems of the file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -229,7 +229,7 @@ def _machine(path: Path, values: Mapping[str, Any]) -> Machine:
     return machine
 
 
-DEFAULT_DEVICE = "h100"  # predictions are for it where nothing says otherwise
+DEFAULT_DEVICE = "h100"  # of predictions, unless configured or detected
 
 
 _TB = 10**12
@@ -249,7 +249,7 @@ _FA3 = (600 / 989.4, 480 / 989.4)
 _MATMUL_SHARES = {_FA2: 0.75, _FA3: 0.71}
 
 
-# Multiprocessors that NCCL's channels keep from kernels while messages are on their way: 16 of 108, of 132.
+# SMs that NCCL's channels occupy while messages are in flight: 16 of 108, of 132.
 _MESSAGE_SHARES = {_FA2: 16 / 108, _FA3: 16 / 132}
 
 
@@ -267,8 +267,7 @@ def _gpu(
     server_host_bytes: int | None,
     source: str,
 ) -> Machine:
-    """A row of the table. Times are of the order of a kernel's launch and ramp-up, of an NCCL message, of a copy to the
-    host.
+    """Build a row of the table. Latencies are orders of magnitude: kernel launch, NCCL message, copy to the host.
 
     kernel_shares      of the bf16 peak that attention kernels reach on large tiles: forward, backward
     memory_mib         what nvidia-smi reports; None: not known to us
@@ -363,8 +362,10 @@ DEVICES = (
 
 
 def find_device(name: str) -> Machine | None:
-    """The known device that torch, a driver or a person calls so, or what is in a profile, a file that ends in .json;
-    none for a MIG slice, whose share nobody can tell. Raises ConfigError for a profile that cannot be read.
+    """Find a device by the name that torch, a driver or a user gives it, or read a profile (a .json file).
+
+    Returns None for unknown names and for MIG slices, whose share of the device is not known. Raises ConfigError for
+    a profile that cannot be read.
     """
     if name.endswith(".json"):
         return read_profile(Path(name))
@@ -381,9 +382,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def device_bytes(name: str) -> int | None:
-    """Memory of a device given as a size with its unit, 24GiB or 80GB; None for a name.
+    """Parse a device that is given as a size with its unit, 24GiB or 80GB; return its bytes, None for a name.
 
-    Raises ConfigError for a number without a unit: 4090 is a device, and 80e9 might be meant in any unit.
+    Raises ConfigError for a number without a unit: 4090 is a device, and the unit of 80e9 is unknown.
     """
     if found := _SIZE.fullmatch(name.strip()):
         unit = (1024 if found[3] else 1000) ** ("", "K", "M", "G", "T").index(found[2].upper())
@@ -400,7 +401,7 @@ def device_bytes(name: str) -> int | None:
 
 
 def split_device(name: str) -> tuple[str, int | None]:
-    """(device, how many of them a node has) of `h100x8`; None where the name says no number."""
+    """Split `h100x8` into the device and the number per node; None without a number."""
     found = re.fullmatch(r"(.+?)x(\d{1,4})", name)
     is_several = found is not None and int(found[2]) > 0 and find_device(name) is None
     if found is None or not is_several or not (_SIZE.fullmatch(found[1]) or find_device(found[1])):
@@ -409,7 +410,7 @@ def split_device(name: str) -> tuple[str, int | None]:
 
 
 def unknown_device(name: str, others: str) -> str:
-    """What to say of a name that is not in the table; `others` are further legal values, in words."""
+    """Return the message for a name that is not in the table; `others` describes further legal values."""
     names = [device.name for device in DEVICES]
     near = nearest(name, names)
     return (
@@ -419,29 +420,29 @@ def unknown_device(name: str, others: str) -> str:
 
 
 def published_peak(device_name: str, dtype: str) -> Peak | None:
-    """The published dense peak of a device as torch names it; None when nobody knows it."""
+    """Return the published dense peak of a device as torch names it; None if unknown."""
     device = find_device(device_name)
     peak = device and device.peak(dtype)
     return peak if peak and peak.flops_per_s else None
 
 
 def read_rates(changes: Iterable[str]) -> dict[str, float | bool]:
-    """Figures of a machine by name, each given as FIELD=NUMBER. Raises ConfigError for what is none."""
-    found: dict[str, float | bool] = {}
+    """Parse figures of a machine, each FIELD=NUMBER. Raises ConfigError for other texts."""
+    rates: dict[str, float | bool] = {}
     for change in changes:
         field, _, text = change.partition("=")
         try:
             number = float(text)
         except ValueError:
             raise ConfigError(f"machine: {change}: expected FIELD=NUMBER, such as inter_bytes_per_s=25e9") from None
-        found[field] = bool(number) if field == "shared_nic" else number
-    return found
+        rates[field] = bool(number) if field == "shared_nic" else number
+    return rates
 
 
 def find_machine(name: str, changes: Mapping[str, float | bool] | None = None) -> Machine:
-    """The machine that `find_device` finds, with some of its fields replaced.
+    """Return the machine of `find_device`, with `changes` to its fields.
 
-    Raises ConfigError for an unknown name or field and for a rate that cannot be.
+    Raises ConfigError for an unknown name or field and for an impossible rate.
     """
     machine = find_device(name)
     if machine is None:
@@ -463,7 +464,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
-    """The configured machine; by the device's name, where the name of the machine is auto."""
+    """Return the configured machine; if its name is auto, that of the device."""
     name = config.cluster.machine.name
     if name == "auto":
         on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"

@@ -1,4 +1,4 @@
-"""What the parts of a plan cost: FLOPs of tiles, bytes of transfers and of local operations."""
+"""Costs of the parts of a plan: FLOPs of tiles, bytes of transfers and of local operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.planning.visibility.mask import Band
 
 
 def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
-    """FLOPs per visible pair of one query head, a multiplication and an addition counting as two.
+    """Return the FLOPs per visible pair of one query head; a multiply-add counts as two.
 
     Forward: Q K^T and P V. Backward: Q K^T (recomputed, so not in the model FLOPs of `engine.predict.flops`) and
     the gradients of q and k over `qk_dim` channels, dO V^T and the gradient of v over `v_dim`.
@@ -18,28 +18,27 @@ def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
     return 2 * (qk_dim + v_dim) if direction == "forward" else 2 * (3 * qk_dim + 2 * v_dim)
 
 
-# Over the logits, forward and backward: written and read by softmax, read and written by its gradient.
+# Passes over the logits, forward and backward: softmax writes and reads them, its gradient reads and writes them.
 LOSS_PASSES = 4
 
 
 def layer_numbers(model: ModelConfig) -> int:
-    """Numbers per token that a layer reads and writes forward beside products and attention, kernels fused as the
-    engine has them; backward moves twice that.
+    """Return the elements per token that a layer's elementwise kernels read and write in forward; backward twice that.
 
-    Two norms (4 d numbers), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
+    With the engine's fused kernels: two norms (4 d), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
     """
     rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
     return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
 
 
 def query_heads(tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> int:
-    """Query heads that a tile computes."""
+    """Return the number of query heads that a tile computes."""
     heads = buffers[tile.q.buffer].heads.part(tile.heads)
     return heads.counts(token_bytes.num_heads, token_bytes.num_kv_heads)[0]
 
 
 def computed_pairs(band: Band, block_rows: float) -> float:
-    """Pairs that a kernel computes which works on square blocks: along the edge of a band half of a block is wasted."""
+    """Return the pairs that a kernel with square blocks computes; half of a block on the edge of a band is wasted."""
     rows, keys, edges = band.num_queries, band.num_keys, band.hides_later + band.hides_earlier
     return min(rows * keys, band.area() + edges * min(rows, keys) * block_rows / 2)
 
@@ -47,14 +46,14 @@ def computed_pairs(band: Band, block_rows: float) -> float:
 def tile_flops(
     tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes, direction: Direction, block_rows: float = 0.0
 ) -> float:
-    """FLOPs of one kernel call over all of its heads, wasted parts of blocks included."""
+    """Return the FLOPs of one kernel call over all of its heads, wasted parts of blocks included."""
     heads = query_heads(tile, buffers, token_bytes)
     flops = pair_flops(direction, token_bytes.qk_dim, token_bytes.v_dim)
     return flops * heads * computed_pairs(tile.band, block_rows)
 
 
 class ViewBytes:
-    """Bytes of views of one rank's buffers."""
+    """Sizes of views of one rank's buffers, in bytes."""
 
     def __init__(self, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> None:
         self._slots = buffers
@@ -62,11 +61,11 @@ class ViewBytes:
         self._widths = [token_bytes.of(buffer.kind, buffer.heads) for buffer in buffers]
 
     def of(self, view: View) -> int:
-        """Bytes of the rows of a view."""
+        """Return the bytes of the rows of a view."""
         return (view.stop - view.start) * self._widths[view.buffer]
 
     def moved_by_tile(self, tile: Tile) -> int:
-        """Bytes read and written to merge a tile's results into its accumulators, or to store them there."""
+        """Return the bytes read and written to merge a tile's results into its accumulators, or to store them."""
         moved = self._of_heads(tile.sums, tile.heads) * (2 - tile.stores)
         return moved + (self._of_heads(tile.kv_sums, tile.heads) * (2 - tile.stores_kv) if tile.kv_sums else 0)
 
@@ -75,7 +74,7 @@ class ViewBytes:
         return (view.stop - view.start) * self._token_bytes.of(buffer.kind, buffer.heads.part(heads))
 
     def moved_by_op(self, op: LocalOp) -> int:
-        """Bytes read and written by a local operation, on the heads of the narrower side."""
+        """Return the bytes read and written by a local operation, on the heads of the narrower side."""
         if op.src is None:
             return self.of(op.dst)
         heads = max((self._slots[view.buffer].heads for view in (op.dst, op.src)), key=lambda part: part.count)

@@ -1,4 +1,4 @@
-"""What a checkpoint policy keeps, computes again and moves: exact counts, without torch.
+"""Exact costs of a checkpoint policy: bytes saved and moved, FLOPs recomputed. No torch.
 
 Bytes per layer and rank in a 16-bit compute dtype, for T tokens, width d and H heads with H * D = d (memory of
 Chen et al. 2016, Gu et al. 2024 and Sun et al. 2025):
@@ -8,7 +8,7 @@ Chen et al. 2016, Gu et al. 2024 and Sun et al. 2025):
     seq_fraction      2 T d + rho (2 T d + 4 T H)
     attn_out_every    2 T d + 4 T H, and 2 T d in every k-th layer
 
-Of what else a rank needs nothing is reckoned here: `engine.training.fake_run.memory` runs the step.
+Other memory of a rank is not counted here: `engine.training.fake_run.memory` runs the step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """A checkpoint policy over all layers of a step.
+    """The cost of a checkpoint policy over all layers of a step.
 
-    layer_bytes       that every layer keeps on one rank (on the one that keeps most), per micro-step
-    layer_matrices    parameters of every layer that backward multiplies every token with again, outside attention
-    least             (device, host) bytes that a rank has at the end of a forward pass, whatever else it needs:
-                      weights, optimizer states and what the layers keep
-    moved_bytes       between the device of one rank and host memory in one optimizer step, both directions
-    flops             of an optimizer step over all ranks, pairs as the masks count them: the most where packed
-                      documents hide some
-    attention_flops   of `flops`, those of attention that is computed again
+    Attributes:
+        layer_bytes: Bytes that each layer saves per micro-step on the rank that saves most.
+        layer_matrices: Parameters of each layer whose matmuls are recomputed in backward, outside attention.
+        least: Lower bound of the (device, host) bytes at the end of a forward pass: weights, optimizer states and saved
+            activations.
+        moved_bytes: Bytes copied between device and host per rank and optimizer step, both directions together.
+        flops: FLOPs of an optimizer step over all ranks, with the pairs of the masks: an upper bound if packed
+            documents hide some.
+        attention_flops: The part of `flops` that recomputes attention.
     """
 
     layer_bytes: tuple[int, ...]
@@ -52,26 +53,27 @@ class PolicyCost:
 
     @property
     def kept_bytes(self) -> int:
-        """Of one rank at the end of a forward pass."""
+        """Bytes saved on one rank at the end of a forward pass."""
         return sum(self.layer_bytes)
 
     @property
     def recompute_flops(self) -> int:
-        """All that is computed again in one optimizer step, over all ranks."""
+        """FLOPs of recomputation in one optimizer step, over all ranks."""
         return self.flops.hardware - self.flops.model
 
     @property
     def linear_flops(self) -> int:
-        """Of these, those outside attention."""
+        """FLOPs of recomputation outside attention."""
         return self.recompute_flops - self.attention_flops
 
 
 def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
-    """How many layers, the first ones, keep what they keep in host memory: there as configured, else beside the chunks
-    of attention.
+    """Return how many layers, from the first, save to host memory.
 
-    Backward ends with the first layers: the device is emptier with every layer until then. Raises ConfigError where
-    memory.host_layers cannot be had.
+    The first ones, because backward reaches them last: by then the later layers have freed their device memory.
+
+    Raises:
+        ConfigError: memory.host_layers is set although attention leaves the results of all layers on the host.
     """
     layers, chosen = config.model.num_layers, config.memory.host_layers
     if chosen is not None and method.chunk_store == "host":
@@ -87,10 +89,18 @@ def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
 def kept_bytes(
     policy: LayerPolicy, config: RunConfig, method: AttentionMethod, kept_rows: float = 0.0, *, tiled: bool = False
 ) -> int:
-    """Bytes that one layer keeps on one rank; `kept_rows` tokens have attention's results kept under seq_fraction."""
+    """Return the bytes that one layer saves on one rank.
+
+    Args:
+        policy: Of the layer.
+        config: Shape, dtypes and batch.
+        method: Of attention.
+        kept_rows: Rows whose attention results are saved under seq_fraction.
+        tiled: Whether the layer runs in tiles.
+    """
     model, tp_size = config.model, config.parallel.tp_size
     element = BYTES_OF[config.train.compute_dtype]
-    # Inside attention and MLP; the sequences of a micro-batch count as more tokens.
+    # Rows inside attention and MLP, of all sequences of a micro-batch.
     padded = padded_length(config.train.seq_len, method.cp_size, tp_size)
     rows = -(-padded // method.cp_size) * config.train.micro_batch_size
     hidden = rows // tp_size * model.hidden_size * element  # between the layers a rank has T / tp rows
@@ -98,29 +108,30 @@ def kept_bytes(
     if policy.kind == "full":
         return hidden
     if policy.kind == "attn_out_every":
-        return rows * result_row + hidden * policy.keeps_input
+        return rows * result_row + hidden * policy.saves_input
     if policy.kind != "none":
         return hidden + round((rows if policy.kind == "attn_out" else kept_rows) * result_row)
-    # Tiled layers compute all but attention again whatever the policy: they keep what attention saves.
+    # Tiled layers recompute all but attention whatever the policy, so they save attention's tensors only.
     kv_heads = model.num_kv_heads * max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
     inputs = hidden + rows * ((model.num_heads + 2 * kv_heads) // tp_size * model.head_dim * element + result_row)
     if tiled:
         return inputs
-    # Both norms' results, the stream between (a norm keeps one fp32 number per row), gate, up and product; inputs of
-    # sliced matrices are gathered, so they have T rows.
+    # Outputs of both norms, the residual stream between (a norm saves one fp32 per row), gate, up and their product.
+    # Inputs of tensor-parallel matrices are gathered, so they have T rows.
     inside = rows * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp_size) * element
     return inputs + inside + hidden + 2 * _WIDE_BYTES * (rows // tp_size)
 
 
-def own_parameters(config: RunConfig, method: AttentionMethod) -> int:
-    """Parameters that one rank holds and updates: all, over the ranks that share them."""
+def rank_parameters(config: RunConfig, method: AttentionMethod) -> int:
+    """Return the parameters that one rank holds and updates: all, divided by the ranks that share them."""
     parallel = config.parallel
     return count_parameters(config.model).total // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
 
 
 def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True) -> int:
-    """fp32 master weights, AdamW's two moments and fp32 gradients of so many parameters; inside backward gradients
-    come and go one layer at a time.
+    """Return the bytes of fp32 master weights, AdamW's moments and fp32 gradients of `parameters` parameters.
+
+    With optimizer_in_backward gradients exist for one layer at a time and are not counted.
     """
     moment = _INT8_MOMENT_BYTES if memory.moments_dtype == "int8" else _WIDE_BYTES
     gradient = _WIDE_BYTES if gradients and not memory.optimizer_in_backward else 0
@@ -128,15 +139,15 @@ def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True
 
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
-    """The cost of the configured policy. `memory=auto` must have been resolved."""
+    """Return the cost of the configured policy; `memory=auto` must have been resolved."""
     model, memory, micro_steps = config.model, config.memory, config.train.grad_accum_steps
     layer_pattern = attention_layers(config, method)
     kept, matrices = zip(*_layer_costs(config, method, layer_pattern), strict=True)
     on_host = sum(kept[: layers_on_host(config, method)])
     on_device = sum(kept) - on_host
-    numbers, moved = own_parameters(config, method), 2 * micro_steps * on_host
+    numbers, moved = rank_parameters(config, method), 2 * micro_steps * on_host
     states = state_bytes(memory, numbers, gradients=False)
-    if memory.optimizer_store == "host":  # weights go up for every pass, gradients down
+    if memory.optimizer_store == "host":  # per micro-step weights are copied to the device twice, gradients back once
         moved += 3 * micro_steps * _WIDE_BYTES * numbers
     offloads = memory.optimizer_store == "host" and config.cluster.backend != "gloo"
     sequences = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
@@ -157,34 +168,39 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
 def _layer_costs(
     config: RunConfig, method: AttentionMethod, layer_pattern: tuple[LayerAttention, ...]
 ) -> Iterator[tuple[int, int]]:
-    """(bytes that it keeps, parameters that it multiplies with again) of every layer, whose attention is that of `turn`
-    in turn.
-    """
+    """Yield the saved bytes and recomputed parameters of every layer; attention repeats `layer_pattern`."""
     blocks = divide_run(config, method, layer_pattern)
-    # Head parallel ranks keep an equal part each.
+    # Head-parallel ranks save an equal part each.
     kept = {
-        one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(layer_pattern)
+        layer: max(blocks.ring_rows_from(layer.recompute_before or 0)) / blocks.grid.heads
+        for layer in set(layer_pattern)
     }
     tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
     for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
         rows = config.train.micro_batch_size * kept[layer_pattern[index % len(layer_pattern)]]
-        again = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
-        yield kept_bytes(policy, config, method, rows, tiled=tiled), again
+        recomputed = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
+        yield kept_bytes(policy, config, method, rows, tiled=tiled), recomputed
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:
-    """Parameters of one layer that every token is multiplied with again.
+    """Return the parameters of one layer whose matmuls are recomputed in backward.
 
-    The layer's last product, down_proj, is left out (`engine.model.linear`), but where the next layer's input follows
-    from it. After a head exchange (`exchanged`) attention's results lie with other ranks: then that input asks for q,
-    k and v once more.
+    The last matmul, down_proj, is skipped (`engine.model.linear`), unless the next layer's input is recomputed from it
+    (attn_out_every). After a head exchange that needs q, k and v again, because attention's saved results are those of
+    other rows.
+
+    Args:
+        policy: Of the layer.
+        model: Shape.
+        tiled: Whether the layer runs in tiles.
+        exchanged: Whether attention exchanges heads.
     """
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     project = model.hidden_size * (query + 2 * kv)
     finish = model.hidden_size * (query + 2 * model.ffn_hidden_size)
     if policy.kind == "none":
         return finish if tiled else 0
-    again = project + finish
-    if policy.place < policy.group_size - 1:  # the chain of inputs
-        again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
-    return again
+    recomputed = project + finish
+    if policy.index < policy.group_size - 1:  # the next layer's input is recomputed from this layer
+        recomputed += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
+    return recomputed

@@ -1,14 +1,14 @@
-"""Replay of an attention plan against a machine: who computes, sends and waits when. No torch, no randomness.
+"""Simulates an attention plan on a machine: when each rank computes, sends and waits. No torch, no randomness.
 
-Every rank runs its steps in order as `engine.planning.program.ops` says: local ops, posts, tiles, waits, local ops. A
-message starts when both ends have posted it, when their channel has finished its messages of earlier steps (a channel
-is a FIFO) and when the link is free. All channels of a rank that use one kind of link share it: messages are served in
-order of step, then channel, then distance, so that an exchange among all ranks meets no queue. A link carries both
-directions at once; a message occupies the sender's side and the receiver's side for bytes / rate and ends one latency
-later. Computing costs the link nothing; what the link costs the kernels is `Machine.message_compute_share`.
+Every rank runs its steps in order as `engine.planning.program.ops` defines: local ops, posts, tiles, waits, local ops.
+A message starts when both ends have posted it, their channel has finished its messages of earlier steps (a channel is a
+FIFO), and the link is free. The channels of a rank share its links. Messages are served in order of step, then channel,
+then distance, so that an all-to-all causes no queue. Links are full duplex; a message occupies the sender's and the
+receiver's side for bytes / rate and ends one latency later. Kernels do not slow links down; messages slow kernels down
+by `Machine.message_compute_share`.
 
-The order of service is the plan's and never the clock's, so times are sums and maxima of costs: a slower machine can
-never make a plan faster, as it can where queues are served by arrival.
+Messages are served in the plan's order, never by arrival, so times are sums and maxima of costs and a slower machine
+can never make a plan faster.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _CHANNEL_ORDER = {channel: index for index, channel in enumerate(Channel)}
 
 
 class Interval(NamedTuple):
-    """Something that one rank does from `start_s` to `stop_s`.
+    """An activity of one rank from `start_s` to `stop_s`.
 
-    lane   "compute" or the name of a channel
-    kind   on the compute lane: full, causal, band (tiles), op (local operation), copy (of messages), wait; on channels:
-           send, recv, load, store
+    Attributes:
+        lane: "compute" or the name of a channel.
+        kind: On the compute lane full, causal, band (tiles), op (local operation), copy (slowed down by messages) or
+            wait; on a channel send, recv, load or store.
     """
 
     rank: int
@@ -52,37 +53,37 @@ class Interval(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration."""
         return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a replay found: intervals in order of steps, and sums per rank."""
+    """The result of a replay: intervals in order of steps, and sums per rank."""
 
     intervals: tuple[Interval, ...]
     finish_s: Mapping[int, float]
     compute_s: Mapping[int, float]  # tiles and local operations
-    waited_s: Mapping[int, float]  # at a wait: transfers that nothing hides, ranks that are late; and lost to messages
+    waited_s: Mapping[int, float]  # exposed transfers, late ranks, and time lost to messages
 
     @property
     def total_s(self) -> float:
-        """When the last rank is done."""
+        """When the last rank finishes."""
         return max(self.finish_s.values())
 
     @property
     def busiest_s(self) -> float:
-        """Compute of the rank that has most of it."""
+        """Computation of the rank that computes most."""
         return max(self.compute_s.values())
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds: the total minus what the same plan takes when transfers are free."""
+        """Exposed communication: the total minus the time of the same plan with free transfers."""
         return self.total_s - self.busiest_s
 
 
 class _Message(NamedTuple):
-    """A transfer with both of its ends; `src` is `dst` for one between a device and its host memory."""
+    """A transfer with both of its ends; between a device and its host memory `src` is `dst`."""
 
     order: tuple[int, int, int]  # channel, distance, source
     number: int
@@ -94,16 +95,22 @@ class _Message(NamedTuple):
 
 
 def replay(plan: AttentionPlan, machine: Machine, token_bytes: TokenBytes, topology: Topology) -> Timeline:
-    """When everything in a plan happens on `machine`, its ranks lying as in `topology`.
+    """Simulate a plan; takes about 10 microseconds per tile and message.
 
-    Of a plan that holds some of the ranks, the others are taken to be as far as the planned rank that they exchange a
-    message with, on links of their own. Takes about 10 microseconds per tile and message.
+    If the plan has only some of the ranks, each missing rank is assumed to be as far as the planned rank that it
+    exchanges a message with, on its own links.
+
+    Args:
+        plan: The plan of all or some ranks.
+        machine: Rates and latencies.
+        token_bytes: Bytes per token of each kind of buffer.
+        topology: Nodes of the ranks.
     """
     return _Replay(plan, machine, token_bytes, topology).run()
 
 
 class _Replay:
-    """The clocks of all ranks and links; `run` advances them step by step."""
+    """Clocks of all ranks and links; `run` advances them step by step."""
 
     def __init__(self, plan: AttentionPlan, machine: Machine, token_bytes: TokenBytes, topology: Topology) -> None:
         self.plan = plan
@@ -117,7 +124,7 @@ class _Replay:
         self.intervals: list[Interval] = []
 
     def run(self) -> Timeline:
-        """Every step of every rank."""
+        """Simulate every step of every rank."""
         for _, group in sorted(_steps_by_index(self.plan.ranks.values()).items()):
             for rank, step in group:
                 self._ops(rank, step.pre)
@@ -135,7 +142,7 @@ class _Replay:
         for rank, transfer in posted:
             peer = transfer.peer
             if transfer.op == "recv" and peer in self.plan.ranks:
-                continue  # told by its sender
+                continue  # its sender adds it
             src, dst, op = (peer, rank, "send") if transfer.op == "recv" else (rank, peer, transfer.op)
             order = (_CHANNEL_ORDER[transfer.channel], (dst - src) % self.plan.size, src)
             size = self.bytes[rank].of(transfer.view)
@@ -143,7 +150,7 @@ class _Replay:
         return sorted(messages)
 
     def _copy(self, posted: Iterable[tuple[int, Transfer]]) -> None:
-        """What a rank's own computing loses to the messages that it sends and, as many, receives."""
+        """Add the time that a rank's kernels lose to the messages that it sends and, equally many, receives."""
         machine = self.machine
         for rank, transfer in posted if machine.message_compute_share else ():
             if transfer.op == "send":
@@ -187,7 +194,7 @@ class _Replay:
 
 
 class _Network:
-    """Links and channels, each free from some time on."""
+    """When each link and channel becomes free."""
 
     def __init__(self, machine: Machine, topology: Topology) -> None:
         self.machine = machine
@@ -197,7 +204,7 @@ class _Network:
         self._channel_free: defaultdict[tuple[Channel, int], float] = defaultdict(float)
 
     def serve(self, messages: Iterable[_Message], posted: Mapping[int, float]) -> list[Interval]:
-        """Both ends of all messages of one step as intervals; `posted` is when each rank posts."""
+        """Return both ends of all messages of one step as intervals; `posted` is the time at which each rank posts."""
         intervals: list[Interval] = []
         done: dict[tuple[Channel, int], float] = {}
         for message in messages:
@@ -211,7 +218,7 @@ class _Network:
                     continue
                 done[channel, rank] = max(stop, done.get((channel, rank), 0.0))
                 intervals.append(Interval(rank, channel.value, kind, start, stop))
-        # Only now: messages of one channel and step are one group and start together.
+        # After the loop, because messages of one channel and step are one group and start together.
         self._channel_free.update(done)
         return intervals
 
@@ -221,7 +228,7 @@ class _Network:
         return ((message.src, message.op),)
 
     def _send(self, message: _Message, ready: float) -> tuple[float, float]:
-        """(start, end) of a message that may start at `ready`; occupies the two sides of its link."""
+        """Return start and end of a message that may start at `ready`, and occupy the two sides of its link."""
         link, near, far = self._sides(message)
         seconds = message.size / self.machine.bytes_per_s(link)
         start = max(ready, self._link_free[near])

@@ -1,8 +1,8 @@
-"""Seconds of a whole training step, by part, on a machine that need not be here: the one reckoning of time. No torch.
+"""Predicts the time of a training step, by part, on any machine. No torch.
 
-`burst plan` shows it, memory=auto compares policies by it, attention=auto methods by its first part, and what
-`burst plan` recommends is what it finds to be faster. Every part is a formula of the field; their sum is compared with
-published steps by `benchmarks.bench_published`.
+The only model of time: `burst plan` shows it, memory=auto compares policies by it, attention=auto compares methods by
+its attention part, and recommendations of `burst plan` are based on it. `benchmarks.bench_published` compares the sum
+with published step times.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from engine.predict.plan_costs import LOSS_PASSES, layer_numbers
 from engine.predict.policy_cost import PolicyCost, policy_cost
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
-UPDATE_BYTES = 28  # that AdamW reads and writes per number
-HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, which its ranks share
+UPDATE_BYTES = 28  # read and written by AdamW per parameter
+HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, shared by its ranks
 
 
 def predict_step(config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> StepTime:
-    """A step of `config`, whose memory policy is named, with the attention of `method` on the ranks of `world`."""
+    """Predict a step of `config`, whose memory policy is named, with `method` on the ranks of `world`."""
     return _Step(config, method, world, machine).predict()
 
 
 def replayed_attention(
     config: RunConfig, method: AttentionMethod, group: Topology, machine: Machine
 ) -> AttentionPreview:
-    """The preview that the time of attention is read from: plans of `timed_ranks`, made once."""
+    """Return the replayed plans of `timed_ranks`, cached: the source of attention's time."""
     kept, plain = config.memory, MemoryConfig()
     kind = "attn_out" if kept.activation_checkpoint == "attn_out_every" else kept.activation_checkpoint
     fraction = kept.saved_fraction if kind == "seq_fraction" or kept.checkpoint_layers else plain.saved_fraction
-    # Of a policy only what is attended again matters here.
+    # Drop the parts of the policy that do not change recomputed attention, to share cache entries.
     alike = replace(
         plain, activation_checkpoint=kind, checkpoint_layers=kept.checkpoint_layers, saved_fraction=fraction
     )
@@ -50,9 +50,9 @@ def _replayed(config: RunConfig, method: AttentionMethod, group: Topology, machi
 
 
 def timed_ranks(config: RunConfig, group: Topology) -> tuple[int, ...] | None:
-    """Of a large group the ranks that end last: those at an edge between nodes, and the last one. None: as previews do.
+    """Return the ranks of a large group that finish last: those at a node boundary, and the last. None: all.
 
-    Under other masks than causal and full they need not be the last; plans are short there.
+    With other masks than causal and full other ranks may finish last, but plans are short there, so all are replayed.
     """
     kinds = config.attention.mask_layers or (config.attention.mask,)
     if group.size <= MOST_RANKS_PLANNED or not {"causal", "full"}.issuperset(kinds):
@@ -62,7 +62,7 @@ def timed_ranks(config: RunConfig, group: Topology) -> tuple[int, ...] | None:
 
 
 class _Step:
-    """What one rank does in a step; `micro_steps` forward and backward passes, and an update."""
+    """The work of one rank in a step: `micro_steps` forward and backward passes, and an update."""
 
     def __init__(self, config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> None:
         self.config, self.method, self.world, self.machine = config, method, world, machine
@@ -72,19 +72,19 @@ class _Step:
         self.element = BYTES_OF[config.train.compute_dtype]
         self.tp_size = config.parallel.tp_size
         self.tile_tokens = tile_tokens_of(config, self.method)
-        # Tokens of the step that a rank's share of the work is: under tensor parallelism a share of every token's.
+        # Tokens of the step per rank; with tensor parallelism a rank does 1 / tp_size of the work of each.
         self.rows = config.train.micro_batch_size * self.micro_steps * config.train.seq_len / self.group.size
         self.parameters = count_parameters(config.model)
 
     def predict(self) -> StepTime:
-        """Its time."""
+        """Predict its time."""
         config, world, machine = self.config, self.world, self.machine
         attention = replayed_attention(config, self.method, self.group, machine).time
         times = self.micro_steps
         matrices_s, again_s = self._matrices()
         elementwise_s, loss_s = self._elementwise_s(), self._loss_s()
-        # What copies and FSDP's messages hide behind: computing, of which outside attention a third is forward. Where
-        # attention waits for messages, the links are busy.
+        # Computation that can hide copies and FSDP's messages; outside attention a third of it is forward. Exposed
+        # attention messages hide nothing, since the links are busy.
         forward_s = times * attention.forward_s + (matrices_s + elementwise_s + loss_s) / 3
         attention_s = times * (attention.seconds - attention.exposed_s)
         backward_s = attention_s + matrices_s + again_s + elementwise_s + loss_s - forward_s
@@ -110,7 +110,7 @@ class _Step:
         return StepTime(machine.name, parts, tokens, world.size, self.cost.flops, peak)
 
     def _matrices(self) -> tuple[float, float]:
-        """(forward and backward, what is computed again) of the layers' products, each at the rate of its shape."""
+        """Return the seconds of the layers' matmuls and of their recomputation, each at the rate of its shape."""
         model, tp_size = self.config.model, self.tp_size
         query, kv = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
         hidden, ffn = model.hidden_size, model.ffn_hidden_size
@@ -120,20 +120,20 @@ class _Step:
         return once, once * self.cost.linear_flops / self.world.size / trained
 
     def _trained_s(self, inputs: int, outputs: int) -> float:
-        """Three products with a matrix: forward, and the gradients of both its operands."""
+        """Return the seconds of the three matmuls with a weight: forward, and the gradients of both operands."""
         tokens = self.tile_tokens or self.rows / self.micro_steps
         side = min(tokens, inputs, outputs / self.tp_size)
         return 6 * inputs * outputs * self.rows / self.tp_size / self.machine.product_flops_per_s(side)
 
     def _elementwise_s(self) -> float:
-        """Forward, backward with twice the numbers, and once more where a policy computes the layer again."""
+        """Return the seconds of elementwise kernels: forward, backward (twice as much), and recomputation."""
         model = self.config.model
         again = sum(again > 0 for again in self.cost.layer_matrices)
         rows_s = self._moved_s((3 * model.num_layers + again) * layer_numbers(model), model.hidden_size)
         return rows_s + self._weight_sums_s()
 
     def _weight_sums_s(self) -> float:
-        """Gradients of the layers' weights, added in fp32 to those of the tiles before."""
+        """Return the seconds of adding up weight gradients over tiles in fp32."""
         if self.tile_tokens is None:
             return 0.0
         tiles = math.ceil(self.rows / self.micro_steps / self.tile_tokens)
@@ -146,17 +146,17 @@ class _Step:
         return self._trained_s(model.hidden_size, model.vocab_size) + self._moved_s(logits, model.vocab_size)
 
     def _moved_s(self, numbers: int, width: int) -> float:
-        """So many numbers of every row, in operands of `width` numbers a row."""
+        """Return the seconds of moving `numbers` elements per row, in operands of `width` elements per row."""
         rows = self.rows / self.tp_size
         operand_bytes = self.element * width * (self.tile_tokens or rows / self.micro_steps)
         return self.element * numbers * rows / self.machine.moved_bytes_per_s(operand_bytes)
 
     def _fsdp(self, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """(gathers, reductions) that compute does not hide.
+        """Return the exposed seconds of FSDP's all-gathers and of its reductions.
 
-        A layer's weights are gathered while the layer before it works, and its gradients reduced while the next one
-        does: nothing hides the first gather and the last reduction, which are the embedding's. Between copies of the
-        model gradients are summed once more, behind backward too.
+        A layer's weights are gathered while the layer before it computes, and its gradients are reduced while the next
+        one does. The first gather and the last reduction, those of the embedding, are never hidden. With replicas
+        (HSDP) an all-reduce follows each reduce-scatter, also hidden by backward.
         """
         config, times = self.config, self.micro_steps
         shards = config.parallel.dp_shard_size * self.group.size
@@ -164,22 +164,23 @@ class _Step:
         reduce_s = GRADIENT_BYTES * self._ring_s(shards)
         reduce_s += 2 * GRADIENT_BYTES / shards * self._ring_s(config.parallel.dp_replicate_size, apart=shards)
         embedding = self.config.model.vocab_size * self.config.model.hidden_size / self.parameters.total
-        # Reductions come first in backward's queue, for the optimizer waits for them.
+        # In backward reductions are served first, since the optimizer waits for them.
         hidden = max(0.0, backward_s - times * reduce_s)
         weights_s = max(embedding * gather_s, times * gather_s - forward_s) + max(0.0, times * gather_s - hidden)
         gradients_s = max(embedding * reduce_s, times * reduce_s - backward_s)
         if self.machine.is_cpu:
-            # Of gloo FSDP2 waits for every collective, and its reduction moves as much as an all-reduce.
+            # With gloo FSDP2 waits for every collective, and its reduce-scatter moves as much as an all-reduce.
             weights_s, gradients_s = 2 * times * gather_s, 2 * times * reduce_s
-        # What a message carries is packed before or unpacked after it: read and written once.
+        # Each message is packed before or unpacked after it: one read and one write.
         packed_s = times * self.parameters.total / self.tp_size / self.machine.elementwise_bytes_per_s
         weights_s += 2 * 2 * self.element * packed_s
         return weights_s, gradients_s + (self.element + GRADIENT_BYTES) * packed_s
 
     def _ring_s(self, ranks: int, apart: int = 1) -> float:
-        """Seconds per byte of a number when all parameters go around once among `ranks` ranks that lie `apart`.
+        """Return the seconds of a ring collective of all parameters among `ranks` ranks, per byte of an element.
 
-        RingGrid that leave a node share its links to others; all links of a node carry one that all its ranks are in.
+        `apart` is the distance between neighbours in global ranks. Rings that leave a node share its links; a ring that
+        contains all ranks of a node uses all of them.
         """
         world, machine = self.world, self.machine
         if ranks == 1:
@@ -192,19 +193,21 @@ class _Step:
         return self.parameters.total / self.tp_size * (ranks - 1) / ranks / rate
 
     def _tensor_parallel_s(self) -> float:
-        """Two gathers and two scatters of a layer's rows in every pass, which nothing hides."""
+        """Return the seconds of two all-gathers and two reduce-scatters of rows per layer and pass, never hidden."""
         model, again = self.config.model, sum(again > 0 for again in self.cost.layer_matrices)
         row = self.element * model.hidden_size * (self.tp_size - 1) / self.tp_size
         return 4 * (2 * model.num_layers + again) * row * self.rows / self.machine.intra_bytes_per_s
 
     def _exposed_copies(self, forward_s: float, backward_s: float) -> float:
-        """Of the copies to the host during forward, and back during backward, what these do not hide."""
+        """Return the exposed seconds of copies to the host in forward and back in backward."""
         one_way_s = self.cost.moved_bytes / 2 / self.machine.host_bytes_per_s
         return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - backward_s)
 
     def _update_s(self, forward_s: float, backward_s: float) -> float:
-        """AdamW over the shards of one rank. On the host a GPU hides it inside backward, else behind the next forward
-        pass, but for that of the embedding: its gradient is the last to come, and forward begins with it.
+        """Return the exposed seconds of AdamW over the shards of one rank.
+
+        On the host of a GPU it overlaps with backward or with the next forward pass, except for the embedding, whose
+        gradient arrives last and which forward needs first.
         """
         config, memory = self.config, self.config.memory
         numbers = self.parameters.total / (self.world.size // config.parallel.dp_replicate_size)

@@ -1,4 +1,4 @@
-"""What transformers makes of a folder's tokenizer, asked in a process of its own.
+"""Loads a folder's tokenizer with transformers in a separate process.
 
 Importing transformers takes seconds and imports torch, which the front of the engine must not; code that a folder
 brings along (trust_remote_code) is never run.
@@ -28,7 +28,7 @@ _TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class AutoTokenizerFacts:
-    """tokenizer: the text of the tokenizer.json that it works by. version: of transformers."""
+    """What AutoTokenizer loaded. tokenizer: text of its tokenizer.json. version: of transformers."""
 
     tokenizer: str
     special_tokens: Mapping[str, str]
@@ -37,12 +37,12 @@ class AutoTokenizerFacts:
 
 
 def has_transformers() -> bool:
-    """Whether this Python can import transformers; does not import it."""
+    """Return whether this Python can import transformers, without importing it."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def ask_transformers(files: TokenizerFiles) -> AutoTokenizerFacts:
-    """What AutoTokenizer.from_pretrained makes of a folder. Cached by the content of its files.
+    """Load a folder with AutoTokenizer.from_pretrained, cached by the content of its files.
 
     Raises DataError when it cannot load the folder.
     """

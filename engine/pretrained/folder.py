@@ -1,4 +1,4 @@
-"""The one reader of a Hugging Face model folder: config.json, generation_config.json, tokenizer files, chat templates.
+"""Reads a Hugging Face model folder: config.json, generation_config.json, tokenizer files, chat templates.
 
 Every other module takes these facts from here. Files are read as transformers 5 reads them, without transformers.
 
@@ -58,7 +58,7 @@ _GENERIC_CLASSES = frozenset({"", "PreTrainedTokenizer", "TokenizersBackend", "P
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token beside the vocabulary of the model, with its flags. index: its id where the file states one."""
+    """A token added to the vocabulary, with its flags. index: its id if the file states one."""
 
     content: str
     index: int | None = None
@@ -71,9 +71,9 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class ChatSource:
-    """The text of a chat template. place: the file it was read from, for errors."""
+    """The text of a chat template. location: the file it was read from, for errors."""
 
-    place: str
+    location: str
     text: str
 
 
@@ -95,7 +95,7 @@ class TokenizerFiles:
 
     @cached_property
     def class_name(self) -> str:
-        """The class, without "Fast", by which transformers reads these files; empty for one that changes nothing."""
+        """The class, without "Fast", with which transformers reads these files; empty for one that changes nothing."""
         stated = str(self.settings.get("tokenizer_class") or "").removesuffix("Fast")
         registered = _CLASS_OF_MODEL.get(self.model_type or "", "")
         if registered in _GENERIC_CLASSES and registered:
@@ -124,7 +124,7 @@ class TokenizerFiles:
 
     @cached_property
     def extra_special_tokens(self) -> tuple[str, ...]:
-        """Special tokens without a name of their own."""
+        """Special tokens without a name."""
         settings: Mapping[str, Any] = (
             self.settings if self._has_decoder else {**self.settings, **self.special_tokens_map}
         )
@@ -134,7 +134,7 @@ class TokenizerFiles:
 
     @cached_property
     def added_tokens(self) -> tuple[AddedToken, ...]:
-        """Tokens that the files beside tokenizer.json add, ascending by id. Raises DataError for malformed entries."""
+        """Tokens added by the files next to tokenizer.json, ascending by id. Raises DataError for malformed entries."""
         if self._has_decoder:
             path = self.folder / TOKENIZER_CONFIG_FILE
             decoder = self.settings["added_tokens_decoder"]
@@ -151,19 +151,19 @@ class TokenizerFiles:
 
     @cached_property
     def chat_templates(self) -> Mapping[str, ChatSource]:
-        """Name -> source; "default" is the one without a name. Files win over tokenizer_config.json."""
+        """Templates by name; "default" is the unnamed one. Files override tokenizer_config.json."""
         files = dict(self._template_files())
         if files:
             return files
-        place, found = str(self.folder / TOKENIZER_CONFIG_FILE), self.settings.get("chat_template")
+        location, found = str(self.folder / TOKENIZER_CONFIG_FILE), self.settings.get("chat_template")
         if isinstance(found, str):
-            return {"default": ChatSource(place, found)}
+            return {"default": ChatSource(location, found)}
         if isinstance(found, Mapping):
             found = [{"name": name, "template": text} for name, text in found.items()]
         entries = [entry for entry in found or () if isinstance(entry, Mapping)]
         pairs = ((entry.get("name"), entry.get("template")) for entry in entries)
         return {
-            name: ChatSource(place, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)
+            name: ChatSource(location, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)
         }
 
     def _template_files(self) -> Iterator[tuple[str, ChatSource]]:
@@ -179,13 +179,13 @@ class TokenizerFiles:
 
     @property
     def model_max_length(self) -> int | None:
-        """Tokens of the longest text; None where no file states it."""
+        """Maximum number of tokens; None if no file states it."""
         value = self.settings.get("model_max_length")
         return int(value) if isinstance(value, int | float) and 0 < value < 1 << 60 else None
 
     @cached_property
     def digest(self) -> str:
-        """Hash over everything that decides ids: equal files, equal ids."""
+        """Hash over all that determines ids: equal files, equal ids."""
         facts: dict[str, Any] = {
             "settings": {key: value for key, value in self.settings.items() if key != "chat_template"},
             "special_tokens_map": self.special_tokens_map,
@@ -202,7 +202,7 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder of Hugging Face. tokenizer: None where there are no tokenizer files."""
+    """A Hugging Face folder. tokenizer: None without tokenizer files."""
 
     path: Path
     config: Mapping[str, Any]
@@ -211,14 +211,14 @@ class ModelFolder:
 
 
 def open_model_folder(path: Path) -> ModelFolder:
-    """The facts of a model folder. Raises ConfigError without a readable config.json, DataError for other files."""
+    """Read a model folder. Raises ConfigError without a readable config.json, DataError for other files."""
     config = require_json_object(path / CONFIG_FILE, "the folder of a Hugging Face model", ConfigError)
     generation = _optional(path / GENERATION_CONFIG_FILE, "how a model generates")
     return ModelFolder(path, config, generation, find_tokenizer(path))
 
 
 def find_tokenizer(folder: Path) -> TokenizerFiles | None:
-    """The tokenizer of a folder, or None where it has no file of a tokenizer."""
+    """Read the tokenizer files of a folder, None if it has none."""
     names = (TOKENIZER_FILE, *VOCABULARY_FILES)
     return open_tokenizer(folder) if any((folder / name).is_file() for name in names) else None
 
@@ -249,7 +249,7 @@ def _optional(path: Path, what: str) -> Mapping[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """eos_token_id: null, one id or several."""
+    """Return the ids of an eos_token_id, which is null, one id or several."""
     values = value if isinstance(value, list) else [value]
     return tuple(item for item in values if isinstance(item, int) and not isinstance(item, bool))
 

@@ -1,4 +1,4 @@
-"""Names of parameters here and in transformers, and the files that hold them; without torch."""
+"""Maps parameter names to those of transformers and to files. No torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SINGLE_FILE = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OUTER = {"embedding.weight": EMBEDDING, "head.weight": HEAD}
 _BLOCK_NUMBERS = 4 << 20
-_TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old exports hold; they are computed
+_TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # computed buffers, which old exports contain
 
 
 def hugging_face_name(name: str) -> str:
-    """The name in transformers of a parameter of `engine.model.llama.LlamaModel`."""
+    """Return the name in transformers of a parameter of `engine.model.llama.LlamaModel`."""
     return _OUTER.get(name, f"model.{name}")
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The file of every weight by its name there. Raises ConfigError when there is none, or it cannot be read."""
+    """Return the file of every weight by its name there. Raises ConfigError if there is none or one is unreadable."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
         if not single.is_file():
@@ -50,7 +50,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def check_names(there: Iterable[str], here: Iterable[str], folder: Path) -> None:
-    """Raises ConfigError when the folder lacks one of the weights `here`, or holds one that nothing would read.
+    """Raise ConfigError if the folder lacks one of the weights `here`, or has one that would not be read.
 
     Names are those of transformers. A head beside tied embeddings may be there as a copy of them (`check_tied_head`).
     """
@@ -63,7 +63,7 @@ def check_names(there: Iterable[str], here: Iterable[str], folder: Path) -> None
 
 
 def check_tied_head(files: Mapping[str, Path]) -> None:
-    """Raises ConfigError when a model with tied embeddings has a head of its own that differs from them.
+    """Raise ConfigError if a model with tied embeddings has a separate head that differs from them.
 
     transformers 5 then leaves them untied, version 4 drops the head. Read in blocks; files: as of `weight_files`.
     """
@@ -81,7 +81,7 @@ def check_tied_head(files: Mapping[str, Path]) -> None:
 
 
 def different_head(folder: Path) -> ConfigError:
-    """The error for embeddings that are tied and are not."""
+    """Return the error for tied embeddings with a different head."""
     return ConfigError(
         f"{folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}. In a copy of the folder, set "
         "tie_word_embeddings to false in config.json to have the head, as transformers 5 does, or remove "
@@ -90,7 +90,7 @@ def different_head(folder: Path) -> ConfigError:
 
 
 def _raw_tensor(path: Path, name: str) -> npt.NDArray[Any]:
-    """The numbers of a tensor, flat, mapped from the file; bfloat16 as uint16. Raises ConfigError."""
+    """Map the flat elements of a tensor from the file; bfloat16 as uint16. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder as one object of the library tokenizers: vocabulary, added tokens, special tokens.
+"""Resolves the tokenizer of a folder to an object of the library tokenizers: vocabulary, added and special tokens.
 
 Ids are those of AutoTokenizer of transformers 5. What its LlamaTokenizer makes of a tokenizer.json is built here too;
 other classes that read the file otherwise than it is written are refused where transformers is there to compare with.
@@ -35,7 +35,7 @@ class ResolvedTokenizer:
 
 
 def resolve_tokenizer(files: TokenizerFiles, *, verify: bool = False) -> ResolvedTokenizer:
-    """The tokenizer of `files`. verify: ask transformers, where it is installed, whether it gives the same ids.
+    """Build the tokenizer of `files`. verify: check that transformers, if installed, gives the same ids.
 
     Raises DataError when there is none, its files disagree, or transformers gives other ids.
     """
@@ -65,13 +65,13 @@ def version_note(files: TokenizerFiles) -> str | None:
 
 
 def ids_of_probe(inner: Any) -> list[list[int]]:
-    """Ids of `PROBE_TEXTS` and of every special token between words, special tokens found in text."""
+    """Return the ids of `PROBE_TEXTS` and of every special token between words, special tokens recognised in text."""
     special = sorted(token.content for token in inner.get_added_tokens_decoder().values() if token.special)
     return _ids(inner, [*PROBE_TEXTS, *(f"a {token} b{token}c" for token in special)])
 
 
 def probe_digest(inner: Any) -> str:
-    """Equal for tokenizers that give `PROBE_TEXTS` the same ids."""
+    """Return a hash that is equal for tokenizers that give `PROBE_TEXTS` the same ids."""
     return hash_json(_ids(inner, PROBE_TEXTS))
 
 
@@ -96,7 +96,7 @@ def _from_file(files: TokenizerFiles) -> Any:
 
 
 def _add_tokens(inner: Any, files: TokenizerFiles) -> None:
-    """Add what the files beside tokenizer.json add, in the order of transformers.
+    """Add the tokens of the files next to tokenizer.json, in the order of transformers.
 
     The library chooses ids itself, so an id that a file states may turn out to be another: refused.
     """
@@ -165,7 +165,7 @@ def _check_same_ids(inner: Any, files: TokenizerFiles) -> None:
 
 
 def _from_difference(ids: list[int], others: list[int]) -> str:
-    """A few of `ids` from the first on that differs from `others`."""
+    """Return a few of `ids` from the first that differs from `others`."""
     pairs = zip(ids, others, strict=False)
     first = next((at for at, (mine, other) in enumerate(pairs) if mine != other), min(len(ids), len(others)))
     return f"{'... ' * bool(first)}{' '.join(map(str, ids[first : first + 4])) or 'no more'}"
@@ -183,7 +183,7 @@ def _ambiguous(files: TokenizerFiles, facts: AutoTokenizerFacts, ours: str, thei
 
 
 def _converted(files: TokenizerFiles) -> ResolvedTokenizer:
-    """The tokenizer of a folder without tokenizer.json, converted by transformers."""
+    """Load the tokenizer of a folder without tokenizer.json, converted by transformers."""
     from tokenizers import Tokenizer
 
     held = [name for name in VOCABULARY_FILES if (files.folder / name).is_file()]

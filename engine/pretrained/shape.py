@@ -1,4 +1,4 @@
-"""The shape of a model as Hugging Face's config.json spells it, there and back. Standard library only.
+"""Converts the shape of a model from and to Hugging Face's config.json. Standard library only.
 
 Families: Llama 2 and 3, Mistral, Qwen 2 and 2.5 (biases of q, k and v), Qwen 3 (norms of q and k). What a config.json
 asks for and this model does not have is an error: nothing is left out silently.
@@ -80,7 +80,7 @@ _ROPE_FIXED = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "hig
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model in a folder: its shape, keys that every token sees (None: all before it), longest trained sequence."""
+    """A model in a folder: its shape, attention window (None: causal), longest trained sequence."""
 
     model: ModelConfig
     window_tokens: int | None
@@ -88,12 +88,12 @@ class Pretrained:
 
 
 def read_pretrained(folder: Path) -> Pretrained:
-    """What config.json in `folder` says. Raises ConfigError when it is missing, damaged or asks for something else."""
+    """Read config.json in `folder`. Raises ConfigError if it is missing, damaged or describes another kind of model."""
     return pretrained_of(open_model_folder(folder))
 
 
 def pretrained_of(folder: ModelFolder) -> Pretrained:
-    """The model of an opened folder. Raises ConfigError when its config.json is damaged or asks for something else."""
+    """Return the model of an opened folder. Raises ConfigError if config.json is damaged or of another kind."""
     path, stated = folder.path / CONFIG_FILE, folder.config
     family = str(stated.get("model_type"))
     if family not in CONFIG_DEFAULTS:
@@ -112,7 +112,7 @@ def pretrained_of(folder: ModelFolder) -> Pretrained:
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """Settings in which a configured model is not the one of a folder.
+    """Return the settings in which a configured model differs from that of a folder.
 
     RoPE may be scaled where the folder's is not, or in another way: that is how contexts grow. Leaving the folder's
     scaling out, or another base (which is what kind=ntk is for), would undo what the model has learned.
@@ -125,7 +125,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 
 def family_of(model: ModelConfig, window_tokens: int | None) -> str:
-    """The family whose config.json can say this shape. Raises ConfigError when none can."""
+    """Return the model family whose config.json can express this shape. Raises ConfigError if there is none."""
     if model.qkv_bias and model.qk_norm:
         raise ConfigError("no family of transformers has both model.qkv_bias and model.qk_norm")
     if model.qkv_bias:
@@ -136,7 +136,7 @@ def family_of(model: ModelConfig, window_tokens: int | None) -> str:
 
 
 def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, dtype: str) -> dict[str, Any]:
-    """config.json for a model that was trained on `seq_len` tokens. Raises ConfigError when no family fits."""
+    """Build config.json for a model trained on `seq_len` tokens. Raises ConfigError if no family fits."""
     family = family_of(model, window_tokens)
     return {
         "architectures": [f"{_ARCHITECTURES[family]}ForCausalLM"],
@@ -156,7 +156,7 @@ def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, 
 def config_json_from(
     base: ModelFolder, model: ModelConfig, *, seq_len: int, window_tokens: int | None, dtype: str
 ) -> dict[str, Any]:
-    """config.json of `base` with what training changed: RoPE, the window, the longest sequence, the number format.
+    """Build config.json from that of `base` with what training changed: RoPE, window, longest sequence, dtype.
 
     A RoPE scaling that changed is written as versions 4 and 5 of transformers both read it. Raises ConfigError when no
     family fits.
@@ -182,7 +182,7 @@ def config_json_from(
 
 
 def _length(model: ModelConfig, seq_len: int) -> int:
-    """max_position_embeddings: transformers 4 computes yarn's factor as its ratio to the original length."""
+    """Return max_position_embeddings; transformers 4 computes yarn's factor as its ratio to the original length."""
     scaling = model.rope_scaling
     if scaling.kind != "yarn" or scaling.original_seq_len is None:
         return seq_len
@@ -190,7 +190,7 @@ def _length(model: ModelConfig, seq_len: int) -> int:
 
 
 def yarn_warning(document: Mapping[str, Any]) -> str | None:
-    """What transformers 4 makes of yarn in a config.json, where that is another model than version 5's; else None."""
+    """Return a warning if transformers 4 and 5 read yarn in this config.json differently; else None."""
     rope = _rope({"rope_theta": 10000.0, **document})
     if rope["rope_type"] != "yarn":
         return None
@@ -204,7 +204,7 @@ def yarn_warning(document: Mapping[str, Any]) -> str | None:
 
 
 def _window_json(family: str, layers: int, window_tokens: int | None, *, is_new: bool = False) -> dict[str, Any]:
-    """The keys of a window; is_new: also where there is none, to replace one."""
+    """Return the keys of a window; is_new: also without a window, to replace one."""
     if family == "mistral":
         return {"sliding_window": window_tokens}
     if window_tokens is not None:
@@ -214,7 +214,7 @@ def _window_json(family: str, layers: int, window_tokens: int | None, *, is_new:
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    """What is asked for that this model does not have; document: with defaults."""
+    """Yield what this model does not support; document: with defaults."""
     for name, expected in {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}.items():
         if document.get(name, expected) != expected:
             yield f"{name} is {document[name]!r}, expected {expected!r}: this model has nothing else"
@@ -233,7 +233,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layer_kinds(document: Mapping[str, Any]) -> set[str]:
-    """Kinds of attention of the layers, by the rules of transformers' config classes."""
+    """Return the kinds of attention of the layers, by the rules of transformers' config classes."""
     if document.get("layer_types"):
         return set(document["layer_types"])
     if document["model_type"] not in ("qwen2", "qwen3"):
@@ -244,7 +244,7 @@ def _layer_kinds(document: Mapping[str, Any]) -> set[str]:
 
 
 def _window_tokens(document: Mapping[str, Any]) -> int | None:
-    """Keys that a token of a layer with a window sees."""
+    """Return the window of layers with one, in tokens."""
     family, window = document["model_type"], document.get("sliding_window")
     has_window = family == "mistral" or (family in ("qwen2", "qwen3") and document["use_sliding_window"])
     return int(window) if has_window and window is not None else None
@@ -289,7 +289,7 @@ def _rope_disagreement(stated: Mapping[str, Any]) -> str | None:
 
 
 def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """Settings of RoPE that are contradictory or not those of this model."""
+    """Yield RoPE settings that are contradictory or not supported."""
     if disagreement := _rope_disagreement(stated):
         yield disagreement  # which of them is meant is not known, so none is judged
         return
@@ -310,7 +310,7 @@ def _number(value: Any) -> Any:
 
 
 def _spelled(document: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """A table of RoPE settings with one name for its type, without what is null; None where there is none."""
+    """Return a table of RoPE settings with one key for its type and without nulls; None if there is none."""
     found = document.get(name)
     if not isinstance(found, Mapping):
         return None
@@ -339,12 +339,12 @@ def _is_known(name: str, rope: Mapping[str, Any]) -> bool:
 
 
 def _yarn_factor(factor: float, mscale: float = 1.0) -> float:
-    """What yarn multiplies queries and keys by (arXiv:2309.00071, section 3.4)."""
+    """Return yarn's factor of queries and keys (arXiv:2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
-    """That factor as transformers takes it from a file."""
+    """Return that factor as transformers reads it from a file."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     factor, mscale, all_dim = float(rope["factor"]), rope.get("mscale"), rope.get("mscale_all_dim")

@@ -33,7 +33,7 @@ from engine.predict.step_time import replayed_attention
 from engine.resolve.decisions import Decision, Rule
 from engine.resolve.legality import legal_attention, legal_methods
 
-CIRCULATION_TOLERANCE = 0.02  # of what circulates, and of the tiles that are deferred
+MOVING_OPERAND_TOLERANCE = 0.02  # of what circulates, and of the tiles that are deferred
 METHOD_TOLERANCE = 0.01  # of methods: within it the one with the smallest buffers is taken
 # Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.
 PROXY_RANKS = 16
@@ -142,11 +142,11 @@ def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: Att
 
 
 def resolve_attention(config: RunConfig, topology: Topology, machine: Machine) -> AttentionMethod:
-    """The configured preset with its overrides as a legal method, which `select_circulation` chooses and explains."""
-    return select_circulation(config, topology, machine)[0]
+    """Return the configured preset with its overrides as a legal method, which `select_moving_operand` chooses."""
+    return select_moving_operand(config, topology, machine)[0]
 
 
-def select_circulation(config: RunConfig, topology: Topology, machine: Machine) -> tuple[AttentionMethod, Decision]:
+def select_moving_operand(config: RunConfig, topology: Topology, machine: Machine) -> tuple[AttentionMethod, Decision]:
     """The configured preset with its overrides as a legal method, and why it circulates what it does in backward.
 
     Args:
@@ -249,7 +249,7 @@ def _fastest(
         return seconds
 
     seconds = tuple(map(backward_s, choices))
-    least = min(seconds) * (1 + CIRCULATION_TOLERANCE)
+    least = min(seconds) * (1 + MOVING_OPERAND_TOLERANCE)
     best = next(choice for choice, value in zip(choices, seconds, strict=True) if value <= least)
     return best, seconds
 

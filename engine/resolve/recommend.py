@@ -16,7 +16,7 @@ from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine
 from engine.predict.memory import Capacity, MemoryPrediction, Predict
-from engine.predict.policy_cost import own_parameters, policy_cost, state_bytes
+from engine.predict.policy_cost import policy_cost, rank_parameters, state_bytes
 from engine.predict.step_time import predict_step
 from engine.resolve.attention import rank_methods, resolve_attention
 from engine.resolve.degrees import sequence_topology, tensor_parallel_problems
@@ -60,15 +60,15 @@ class Adviser:
     machine: Machine
     predict: Predict
 
-    def recommend(self, asked: RunConfig, resolved: RunConfig, world: Topology) -> Recommendation | None:
+    def recommend(self, requested: RunConfig, resolved: RunConfig, world: Topology) -> Recommendation | None:
         """What saves most of a run that fits; None: nothing saves LEAST_SAVING.
 
-        asked     the configuration as it was given, with what is `auto` in it
+        requested     the configuration as it was given, with what is `auto` in it
         resolved   what runs
         """
         now_s = self._step(resolved, world).device_s_per_token
         best: Recommendation | None = None
-        hopeful = [(self._saving(option, now_s), option) for option in self._options(asked, resolved, world)]
+        hopeful = [(self._saving(option, now_s), option) for option in self._options(requested, resolved, world)]
         for most, option in sorted(hopeful, key=lambda one: -one[0]):
             if most < LEAST_SAVING or (best is not None and best.saving >= most):
                 break
@@ -176,7 +176,7 @@ class Adviser:
 
     def _smaller_model(self, config: RunConfig, world: Topology) -> str | None:
         """What to say where the model's own states leave no room for a single token."""
-        states = state_bytes(config.memory, own_parameters(config, method_on(config, world)))
+        states = state_bytes(config.memory, rank_parameters(config, method_on(config, world)))
         on_device = config.memory.optimizer_store == "device" or self.capacity.host_is_device
         if not on_device or states <= self.capacity.device_bytes:
             return None
@@ -185,20 +185,20 @@ class Adviser:
             "whatever train.seq_len is"
         )
 
-    def _options(self, asked: RunConfig, resolved: RunConfig, world: Topology) -> Iterator[_Option]:
-        if asked.attention.preset != "auto":
+    def _options(self, requested: RunConfig, resolved: RunConfig, world: Topology) -> Iterator[_Option]:
+        if requested.attention.preset != "auto":
             try:
                 best = rank_methods(resolved, sequence_topology(resolved, world), self.machine)[0].attention
                 yield _Option(_changes(resolved.attention, best), replace(resolved, attention=best), world)
             except ConfigError:
                 pass
-        if asked.memory.activation_checkpoint != "auto":
+        if requested.memory.activation_checkpoint != "auto":
             yield _Option("", replace(resolved, memory=_open(resolved.memory)), world)
         if not self.capacity.host_is_device:  # more ranks add no cores
             cost = policy_cost(resolved, method_on(resolved, world))
             for other in _other_ranks(world, more=cost.recompute_flops + cost.moved_bytes > 0):
                 nodes = f" --nodes {other.nodes}" if max(other.nodes, world.nodes) > 1 else ""
-                config = replace(with_ranks(resolved, world, other), memory=asked.memory)
+                config = replace(with_ranks(resolved, world, other), memory=requested.memory)
                 yield _Option(f"--ranks {other.size}{nodes}", config, other)
 
 

@@ -21,7 +21,7 @@ from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
 from engine.planning.topology import Degrees, Topology
 from engine.predict.machine import Machine
 from engine.predict.memory import Capacity, MemoryPrediction, Predict
-from engine.resolve.attention import select_circulation, select_preset
+from engine.resolve.attention import select_moving_operand, select_preset
 from engine.resolve.decisions import Decision, decision_from_dict
 from engine.resolve.degrees import place_ranks
 from engine.resolve.memory import resolve_memory
@@ -105,7 +105,7 @@ def resolve_run(
     resolved = replace(config, attention=attention)
     memory = resolve_memory(resolved, world, machine, capacity, predict)
     resolved = replace(resolved, memory=memory.memory)
-    method, circulation = select_circulation(resolved, group, machine)
+    method, moving_operand = select_moving_operand(resolved, group, machine)
     return ResolvedRun(
         config=resolved,
         requested=config_fingerprint(config),
@@ -118,7 +118,7 @@ def resolve_run(
         tile_tokens=tile_tokens_of(resolved, method),
         capacity=capacity,
         memory_fits=memory.fits if memory.candidates else None,
-        decisions=(preset, circulation, memory.decision),
+        decisions=(preset, moving_operand, memory.decision),
     )
 
 

@@ -1,1 +1,1 @@
-"""What a run is on disk. Standard library only."""
+"""The run folder and its files. Standard library only."""

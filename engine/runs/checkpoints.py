@@ -1,4 +1,4 @@
-"""Folders of checkpoints: written under another name, committed by one rename, verified before they are trusted.
+"""Checkpoint folders: written under a temporary name, committed by a rename, verified before use.
 
 checkpoints/
     step-00001200/             committed: files and MANIFEST.json
@@ -51,12 +51,12 @@ _FEW = 64  # chunks of a tensor whose overlaps are looked for pair by pair
 
 
 class CheckpointError(BurstError):
-    """A checkpoint cannot be written, read or trusted."""
+    """A checkpoint cannot be written, read or verified."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it begins, its shape, and the file and key that hold it."""
+    """A part of a tensor: its offsets, its shape, and the file and key that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -65,12 +65,12 @@ class Chunk:
 
     @property
     def elements(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def common(self, other: Chunk) -> tuple[range, ...] | None:
-        """The numbers of the whole tensor, by dimension, that lie in another chunk of it too, or None."""
-        ours, theirs = (zip(one.offsets, one.sizes, strict=True) for one in (self, other))
+        """Return the intersection with another chunk as a range per dimension of the tensor, or None if empty."""
+        ours, theirs = (zip(item.offsets, item.sizes, strict=True) for item in (self, other))
         sides = [
             range(max(begin, start), min(begin + size, start + length))
             for (begin, size), (start, length) in zip(ours, theirs, strict=True)
@@ -80,7 +80,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A whole tensor: dtype as torch names it without its prefix, shape, and the chunks that make it up."""
+    """A tensor: dtype (torch's name without prefix), shape, and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """A file of the checkpoint; storage: id of the disk it was written to, for nodes that share none."""
+    """A file of the checkpoint; storage: id of the disk it was written to, for nodes that do not share one."""
 
     bytes: int
     sha256: str
@@ -98,7 +98,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint. save_id: of this very save; state: JSON values beside the tensors; facts: for people."""
+    """A checkpoint. save_id: unique per save; state: JSON values beside the tensors; facts: for display."""
 
     step: int
     save_id: str
@@ -110,23 +110,23 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with the hash that shows any later change."""
+        """Return JSON values, with a hash that reveals later changes."""
         document = finite({"format": FORMAT, **to_plain(self)})
         return {**document, "sha256": hash_json(document)}
 
     def whole(self, name: str) -> int:
-        """A whole number of `state`. Raises CheckpointError when there is none."""
+        """Return an integer of `state`. Raises CheckpointError if there is none."""
         value = self.state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise CheckpointError(f"the checkpoint of step {self.step} does not say its {name}: got {value!r}")
         return value
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with it in itself: names that lead elsewhere, parts of tensors that are missing or double."""
+        """Yield inconsistencies: file names outside the folder, parts of tensors that are missing or overlap."""
         if not _SAVE_ID.fullmatch(self.save_id):  # it names a folder while files are fetched
             yield f"{self.save_id!r} is no id of a save"
         yield from (f"{name!r} is no name of a checkpoint's file" for name in self.files if not _NAME.fullmatch(name))
@@ -136,13 +136,13 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`. Raises CheckpointError when it is missing or damaged."""
+    """Read the manifest of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged."""
     path = folder / MANIFEST_FILE
     return manifest_from_dict(require_json_object(path, "the manifest of a whole save", CheckpointError), str(path))
 
 
 def manifest_from_dict(document: Mapping[str, Any], where: str) -> Manifest:
-    """The manifest that `document` spells. Raises CheckpointError, naming `where`, for anything else."""
+    """Build the manifest of `document`. Raises CheckpointError, naming `where`, for anything else."""
     if document.get("format") != FORMAT:
         raise CheckpointError(f"{where} is of format {document.get('format')!r}; this version reads {FORMAT}")
     if document.get("sha256") != hash_json({key: value for key, value in document.items() if key != "sha256"}):
@@ -184,7 +184,7 @@ def _tensor_problem(tensor: TensorFacts, files: Mapping[str, FileFacts]) -> str 
     if sum(chunk.elements for chunk in tensor.chunks) != math.prod(tensor.shape):
         return "its parts do not make up the whole"
     if len(tensor.chunks) <= _FEW and any(
-        one.common(other) is not None for one, other in combinations(tensor.chunks, 2)
+        item.common(other) is not None for item, other in combinations(tensor.chunks, 2)
     ):
         return "two of its parts overlap"
     return None
@@ -208,12 +208,12 @@ class Checkpoint:
 
     @classmethod
     def of(cls, root: Path, step: int) -> Checkpoint:
-        """That of a step under `root`, whether or not there is one."""
+        """Return the checkpoint of a step in `root`, whether or not it exists."""
         return cls(step, root / f"step-{step:08d}")
 
 
 def new_folder(root: Path, step: int, save_id: str) -> Path:
-    """A fresh folder to write the checkpoint of `step` into; save_id: hex digits that no other save has."""
+    """Create a temporary folder for the checkpoint of `step`; save_id: hex digits, unique per save."""
     path = Checkpoint.of(root, step).path.with_suffix(f".tmp-{save_id}")
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def new_folder(root: Path, step: int, save_id: str) -> Path:
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Make what lies in `temporary` the checkpoint of its step: the rename is the commit. Raises OSError.
+    """Commit the folder `temporary` as the checkpoint of its step, by a rename. Raises OSError.
 
     An older checkpoint of the same step stays until then, under a name by which `recover` finds it.
     """
@@ -242,7 +242,7 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def recover(root: Path) -> None:
-    """Put right what a save or a removal that was killed left under `root`; nobody may be saving there."""
+    """Clean up after killed saves and removals in `root`; no save may be in progress there."""
     for path in _children(root):
         if found := _REPLACED.fullmatch(path.name):
             with contextlib.suppress(OSError):
@@ -254,13 +254,13 @@ def recover(root: Path) -> None:
 
 
 def list_checkpoints(root: Path) -> list[Checkpoint]:
-    """The committed checkpoints under `root`, newest first; none has been verified."""
+    """Return the committed checkpoints in `root`, newest first, not verified."""
     found = [(match, path) for path in _children(root) if (match := _COMMITTED.fullmatch(path.name))]
-    return sorted((Checkpoint(int(match[1]), path) for match, path in found), key=lambda one: -one.step)
+    return sorted((Checkpoint(int(match[1]), path) for match, path in found), key=lambda item: -item.step)
 
 
 def open_checkpoint(checkpoint: Checkpoint) -> Manifest:
-    """Its manifest. Raises CheckpointError when that is damaged or of another step."""
+    """Read its manifest. Raises CheckpointError if it is damaged or of another step."""
     manifest = read_manifest(checkpoint.path)
     if manifest.step != checkpoint.step:
         raise CheckpointError(f"{checkpoint.path} holds step {manifest.step}")
@@ -273,7 +273,7 @@ def verify_files(
     names: Iterable[str] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Read these files, or all, whole and compare them with the manifest; `advance` hears their bytes.
+    """Read these files (None: all) completely and compare them with the manifest; `advance` gets the bytes read.
 
     Raises CheckpointError for the first that differs.
     """
@@ -291,12 +291,12 @@ def verify_files(
 
 
 def file_facts(path: Path, storage: str) -> FileFacts:
-    """What a manifest says of the file at `path`. Raises OSError."""
+    """Return the manifest's entry for the file at `path`. Raises OSError."""
     return FileFacts(path.stat().st_size, hash_file(path), storage)
 
 
 def put_aside(checkpoint: Checkpoint, why: str) -> Path:
-    """Rename a damaged checkpoint so that nobody takes it again; the reason lies in it. Gives the new path.
+    """Rename a damaged checkpoint so that it is not used again, and write the reason into it; return the new path.
 
     Raises CheckpointError when it cannot be renamed, as on a read-only disk.
     """
@@ -313,7 +313,7 @@ def put_aside(checkpoint: Checkpoint, why: str) -> Path:
 def superfluous(
     steps: Sequence[int], *, keep_last: int, keep_every: int | None = None, protected: Iterable[int] = ()
 ) -> list[int]:
-    """Which of the committed `steps` to delete: all but the newest `keep_last`, every multiple of `keep_every` steps
+    """Return the committed `steps` to delete: all but the newest `keep_last`, every multiple of `keep_every` steps
     and `protected` ones.
     """
     newest = sorted(steps)[-keep_last:] if keep_last else []
@@ -322,13 +322,13 @@ def superfluous(
 
 
 def checkpoints_folder(settings: CheckpointConfig, run_path: Path) -> Path:
-    """Where the checkpoints of the run in `run_path` lie."""
+    """Return the folder of the checkpoints of the run in `run_path`."""
     folder = settings.folder
     return run_path / "checkpoints" if folder is None else home_path(folder) / run_path.name
 
 
 def checkpoints_of(run_path: Path) -> Path:
-    """Where this machine has the checkpoints of a run: where its config.yaml says, or in the run folder if there are
+    """Return the folder of a run's checkpoints on this machine: that of its config.yaml, or the run folder if there are
     only those that `burst checkpoint fetch` brought. Raises ConfigError when config.yaml cannot be read.
     """
     config = run_path / "config.yaml"
@@ -338,7 +338,7 @@ def checkpoints_of(run_path: Path) -> Path:
 
 
 def read_storage_id(root: Path) -> str:
-    """What tells the disk under `root` from others, as `storage_id` left it; empty where it did not."""
+    """Return the id of the disk of `root` that `storage_id` wrote; empty if it did not."""
     try:
         return (root / STORAGE_FILE).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -346,7 +346,7 @@ def read_storage_id(root: Path) -> str:
 
 
 def storage_id(root: Path) -> str:
-    """What tells the disk under `root` from others: who sees the same folder gets the same answer. Raises OSError."""
+    """Return the id of the disk of `root`, created if needed, equal for all that see the folder. Raises OSError."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = root / STORAGE_FILE
     fresh = path.with_name(f"{STORAGE_FILE}.tmp-{secrets.token_hex(8)}")
@@ -368,7 +368,7 @@ def _children(root: Path) -> list[Path]:
 
 
 def check_steps_left(step: int, source: str | Path, steps: int) -> None:
-    """Raises ConfigError where a run of `steps` would do nothing after the checkpoint of `step` in `source`."""
+    """Raise ConfigError if a run of `steps` has no step left after the checkpoint of `step` in `source`."""
     if step >= steps:
         raise ConfigError(
             f"train.checkpoint.resume_from={source} is at step {step}, so train.steps={steps} leaves nothing to do: "
@@ -378,7 +378,7 @@ def check_steps_left(step: int, source: str | Path, steps: int) -> None:
 
 
 def find_source(source: Path) -> tuple[Path, int | None]:
-    """(folder of checkpoints, step or None for the newest) that a path names. Raises CheckpointError."""
+    """Return the folder of checkpoints that a path names, and the step (None: the newest). Raises CheckpointError."""
     for checkpoint in list_checkpoints(source.parent):
         if checkpoint.path == source:
             return source.parent, checkpoint.step

@@ -1,4 +1,4 @@
-"""Figures in words, with the units of logs, screens and reports: 12.3K, 1.5 GiB, 0:42; a dash is not known.
+"""Formats figures with the units of logs, screens and reports: 12.3K, 1.5 GiB, 0:42; a dash means unknown.
 
 Standard library only: the log of a rank and the command line use the same.
 """
@@ -16,7 +16,7 @@ EVALUATION_NAMES = {
 
 
 def count(value: float | None, digits: int = 3) -> str:
-    """A number with a decimal prefix: 950, 12.3K, 4.56M, 1.2T."""
+    """Format a number with a decimal prefix: 950, 12.3K, 4.56M, 1.2T."""
     if value is None:
         return DASH
     limit = 1000 - 10 ** (3 - digits) / 2  # rounded to so many digits it would be 1000
@@ -28,7 +28,7 @@ def count(value: float | None, digits: int = 3) -> str:
 
 
 def rate(value: float | None, unit: str) -> str:
-    """A number of this unit with a decimal prefix: 61.4 GFLOP/s."""
+    """Format a number with unit and decimal prefix: 61.4 GFLOP/s."""
     if value is None:
         return DASH
     text = count(value)
@@ -37,7 +37,7 @@ def rate(value: float | None, unit: str) -> str:
 
 
 def binary_bytes(value: float | None) -> str:
-    """Bytes with a binary prefix: 512 B, 1.5 GiB."""
+    """Format bytes with a binary prefix: 512 B, 1.5 GiB."""
     if value is None:
         return DASH
     units = iter(("KiB", "MiB", "GiB", "TiB"))
@@ -48,35 +48,35 @@ def binary_bytes(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A ratio in percent with three significant digits: 0.4567 -> 45.7%."""
+    """Format a ratio in percent with three significant digits: 0.4567 -> 45.7%."""
     return DASH if value is None else f"{100 * value:.3g}%"
 
 
 def plain(value: float | None, digits: int = 4) -> str:
-    """A number with `digits` digits behind the point."""
+    """Format a number with `digits` decimals."""
     return DASH if value is None else f"{value:.{digits}f}"
 
 
 def seconds(value: float | None) -> str:
-    """A short time: 250 ms, 1.25 s, 2,590 s."""
+    """Format a short time: 250 ms, 1.25 s, 2,590 s."""
     if value is None:
         return DASH
     return f"{_short(1000 * value)} ms" if value < 0.9995 else f"{_short(value)} s"
 
 
 def seconds_between(middle: float, low: float, high: float) -> str:
-    """A short time and the interval around it, in one unit: 250 ms (240…260)."""
+    """Format a short time and an interval around it in one unit: 250 ms (240…260)."""
     factor, unit = (1000, "ms") if middle < 0.9995 else (1, "s")
     return f"{_short(factor * middle)} {unit} ({_short(factor * low)}…{_short(factor * high)})"
 
 
 def _short(value: float) -> str:
-    """With three digits, or all of those before the point: 0.25, 1,000."""
+    """Format with three significant digits, or all before the decimal point: 0.25, 1,000."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def duration(value: float | None) -> str:
-    """A long time: 0:42, 12:05, 3:04:05."""
+    """Format a long time: 0:42, 12:05, 3:04:05."""
     if value is None:
         return DASH
     minutes, rest = divmod(round(value), 60)

@@ -39,18 +39,18 @@ def cache_folder() -> Path:
 
 
 def home_path(path: str) -> Path:
-    """`path` with its home put in for ~ or ~NAME; as it is, where this machine knows no such user."""
+    """Expand ~ and ~NAME in `path`; unchanged if this machine has no such user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 (that of Path raises RuntimeError)
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 in hex of the bytes of a file. Raises OSError."""
+    """Return the SHA-256 in hex of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(*paths: Path) -> None:
-    """Returns when the contents of these files, and the names in these folders, are on the disk. Raises OSError."""
+    """Sync the contents of these files and the entries of these folders to the disk. Raises OSError."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -60,7 +60,7 @@ def sync(*paths: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -> None:
-    """Replace `path`; a reader, whatever happens here, sees the old content or the new one. Raises OSError.
+    """Replace `path` atomically: a reader sees the old or the new content. Raises OSError.
 
     The file is its owner's alone, or `is_shared` as if it had been opened under its own name. A device or pipe is never
     replaced: /dev/null would be gone.
@@ -85,7 +85,7 @@ def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -
 
 @contextlib.contextmanager
 def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
-    """A folder beside `path`, to be filled in the body and renamed to `path` after it: that exists whole or not at all.
+    """Yield a temporary folder next to `path` to fill; it is renamed to `path` at the end, so `path` is never partial.
 
     Whatever fails, it is gone, with the folders above it that this made. Raises OSError, also where a folder with
     anything in it lies at `path`.
@@ -101,13 +101,13 @@ def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        with contextlib.suppress(OSError):  # where anything lies in one
+        with contextlib.suppress(OSError):  # if one is not empty
             for parent in made:
                 parent.rmdir()
 
 
 def remove_folder(path: Path) -> None:
-    """Delete it; whoever looks meanwhile, or after this was killed, sees all of it or nothing. Raises OSError."""
+    """Delete a folder; a reader, even after a kill, sees all of it or nothing. Raises OSError."""
     gone = path.with_name(f"{path.name}.gone-{secrets.token_hex(8)}")
     path.rename(gone)
     shutil.rmtree(gone)
@@ -120,12 +120,12 @@ _MAX_DIGITS = 38  # those of 128 bits; what is longer cannot be computed with
 
 
 def utc_now() -> str:
-    """The present as ISO 8601 in UTC with milliseconds, e.g. 2026-01-31T12:00:00.000Z."""
+    """Return the current time as ISO 8601 in UTC with milliseconds, e.g. 2026-01-31T12:00:00.000Z."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None when there is no such file. Raises ValueError when it holds anything else."""
+    """Read the JSON object in `path`, None if there is no such file. Raises ValueError for other contents."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def require_json_object(path: Path, what: str, kind: type[BurstError]) -> dict[str, Any]:
-    """The object in `path`, which is `what`. Raises `kind` when there is no such file or it holds anything else."""
+    """Read the JSON object in `path`, described as `what`. Raises `kind` if it is missing or is no object."""
     try:
         document = read_json_object(path)
     except (OSError, ValueError) as error:
@@ -149,17 +149,17 @@ def require_json_object(path: Path, what: str, kind: type[BurstError]) -> dict[s
 
 
 def json_text(document: Mapping[str, Any], *, is_ascii: bool = True) -> str:
-    """`document` as the text of a JSON file; paths become text."""
+    """Return `document` as the text of a JSON file; paths become strings."""
     return json.dumps(finite(document), indent=2, ensure_ascii=is_ascii, allow_nan=False, default=str) + "\n"
 
 
 def replace_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace `path` by `document`; a reader sees the old or the new text, never a part of one."""
+    """Replace `path` by `document` atomically."""
     replace_file(path, json_text(document))
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Append `row` as one line with a single write; a line torn by an earlier crash is closed first."""
+    """Append `row` as one line with a single write, after ending a partial line of an earlier crash."""
     line = json.dumps(finite(row), allow_nan=False, default=str) + "\n"
     with path.open("ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -171,12 +171,12 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of all complete lines of `path`; torn or damaged lines are left out, a missing file has none."""
+    """Return the objects of all complete lines of `path`, without damaged ones; none if the file is missing."""
     return JsonLinesTail(path).poll(final=True)
 
 
 class JsonLinesTail:
-    """Follows a JSON lines file: `poll()` returns the rows that became complete since last time.
+    """Follows a JSON lines file: `poll()` returns the rows completed since the last call.
 
     From its beginning, or from the whole rows of its last `last_bytes` on.
     """
@@ -190,7 +190,7 @@ class JsonLinesTail:
                 self._offset, self._rest = size - last_bytes, _NO_JSON  # and what follows, up to the next line end
 
     def poll(self, *, final: bool = False) -> list[dict[str, Any]]:
-        """New rows; with `final` a last line without newline counts too, if it is whole."""
+        """Return new rows; with `final` also a last line without newline, if it is valid JSON."""
         rows: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._offset:  # replaced by a shorter file: a new attempt
@@ -208,7 +208,7 @@ class JsonLinesTail:
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that is not finite replaced by None, at any depth."""
+    """Return `value` with every non-finite float replaced by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -219,7 +219,7 @@ def finite(value: Any) -> Any:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object in one line; None when it holds anything else."""
+    """Parse the object in one line; None for anything else."""
     try:
         row = _decoded(line.decode("utf-8"))
     except ValueError:
@@ -228,7 +228,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _decoded(text: str) -> Any:
-    """What a JSON text says; numbers that no figure can be become None. Raises ValueError, also for endless nesting."""
+    """Parse JSON; non-finite numbers become None. Raises ValueError, also for too deep nesting."""
     try:
         return _DECODER.decode(text)
     except RecursionError as error:

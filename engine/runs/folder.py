@@ -1,4 +1,4 @@
-"""The run folder: what a run is on disk, and the only code that writes it.
+"""The run folder: the files of a run, and the only code that writes them.
 
     runs/<exp>/<UTC yyyymmdd-hhmmss>-<id6>/          mode 0700, appears complete or not at all
         config.yaml resolved.json overrides.txt provenance.json plan.sh env/<node>.env
@@ -68,21 +68,21 @@ _ATTEMPT_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 
 
 class RunFolderError(BurstError):
-    """A run folder cannot be created, read or moved to the wanted state."""
+    """A run folder cannot be created or read, or a state transition is not allowed."""
 
 
 def node_name() -> str:
-    """The name of this machine in files of a run: as the launch plan has it, else its host name."""
+    """Return the name of this machine in a run's files: that of the launch plan, else its host name."""
     return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def default_runs_dir() -> Path:
-    """The root of all runs: BURST_RUNS_DIR, else ./runs."""
+    """Return the root of all runs: BURST_RUNS_DIR, else ./runs."""
     return Path(os.environ.get(RUNS_DIR_VARIABLE) or "runs")
 
 
 def new_run_path(runs_dir: Path, exp: str) -> Path:
-    """Absolute path of a new run of `exp`, not created; the name holds the UTC time and six random hex digits."""
+    """Return the absolute path of a new run of `exp`, not created; its name has UTC time and six random hex digits."""
     if not _EXP.fullmatch(exp):
         raise ConfigError(f"exp={exp!r} cannot name a folder: use letters, digits, '.', '_' and '-', at most 100.")
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -90,7 +90,7 @@ def new_run_path(runs_dir: Path, exp: str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raise RunFolderError when the run folder `path` could not be created; creates nothing.
+    """Raise RunFolderError if the run folder `path` cannot be created; creates nothing.
 
     For callers with long work to do before `create_run`; a folder that passes may still refuse later.
     """
@@ -102,7 +102,7 @@ def check_writable(path: Path) -> None:
 
 
 def create_run(path: Path, files: Mapping[str, str], **facts: Any) -> RunFolder:
-    """The run folder `path` in state planned, holding `files` (relative name -> text); `facts` go to run.json.
+    """Create the run folder `path` in state planned with `files` (relative name -> text); `facts` go to run.json.
 
     A failure leaves nothing of it. Raises RunFolderError with the cause.
     """
@@ -122,7 +122,7 @@ def create_run(path: Path, files: Mapping[str, str], **facts: Any) -> RunFolder:
 
 
 def open_run(path: Path | str) -> RunFolder:
-    """The run in folder `path` (or the folder of its config.yaml); a folder without run.json counts as planned."""
+    """Open the run in folder `path` (or that of its config.yaml); a folder without run.json counts as planned."""
     folder = Path(path).absolute()
     if folder.name == "config.yaml":
         folder = folder.parent
@@ -132,7 +132,7 @@ def open_run(path: Path | str) -> RunFolder:
 
 
 def typed_overrides(path: Path) -> list[str]:
-    """What was typed for the run in folder `path`; nothing where that cannot be read."""
+    """Return the command that was typed for the run in folder `path`; empty if it cannot be read."""
     try:
         return (path / OVERRIDES_FILE).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -140,14 +140,14 @@ def typed_overrides(path: Path) -> list[str]:
 
 
 def list_runs(runs_dir: Path) -> list[RunFolder]:
-    """All runs below `runs_dir`, oldest first by name; damaged ones are included and raise when they are read."""
+    """Return all runs in `runs_dir`, oldest first by name; damaged ones are included and raise when they are read."""
     folders = [folder for folder in Path(runs_dir).absolute().glob("*/*") if _RUN_ID.fullmatch(folder.name)]
     return [RunFolder(folder) for folder in sorted(folders, key=lambda folder: (folder.name, str(folder)))]
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on disk. Every process of the run may hold one; run.json is only changed by `transition`."""
+    """One run on disk. Every process of the run may have one; only `transition` changes run.json."""
 
     path: Path
 
@@ -162,7 +162,7 @@ class RunFolder:
     # --- state -----------------------------------------------------------------------------------------------------
 
     def read_state(self) -> dict[str, Any]:
-        """The content of run.json; a missing file means planned. Raises RunFolderError when it is damaged."""
+        """Read run.json; a missing file means planned. Raises RunFolderError if it is damaged."""
         document = initial_state() | (self._read("run.json") or {})
         for name, (is_right, expected) in _STATE_RULES.items():
             if not is_right(document[name]):
@@ -172,7 +172,7 @@ class RunFolder:
         return document
 
     def transition(self, state: str, **facts: Any) -> dict[str, Any]:
-        """The new content of run.json after a move to `state`, with `facts` merged in (last writer wins per fact).
+        """Change the state in run.json and merge `facts` (the last writer of a fact wins); return the new content.
 
         Entering starting records host, pid and start; entering a final state records the end. Starting again after
         the end (or after the recorded process died) moves the old metrics, events, summary and errors to attempts/<N>.
@@ -187,7 +187,7 @@ class RunFolder:
         self._change(f"{self.path / 'run.json'} cannot be written", lambda old: {**old, **facts})
 
     def is_alive(self) -> bool | None:
-        """Whether the process recorded in run.json still lives; None when it lies on another host or is not known."""
+        """Return whether the process in run.json is alive; None if it is on another host or unknown."""
         document = self.read_state()
         pid, started = document.get("pid"), document.get("pid_start")
         if document.get("host") != socket.gethostname() or not isinstance(pid, int):
@@ -198,28 +198,28 @@ class RunFolder:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl; figures that are not finite become null."""
+        """Append a line to metrics.jsonl; non-finite figures become null."""
         append_json_line(self.path / "metrics.jsonl", row)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl in order; a torn line is left out."""
+        """Read all complete rows of metrics.jsonl in order, without a partial line."""
         return read_json_lines(self.path / "metrics.jsonl")
 
     def append_event(self, kind: str, **facts: Any) -> None:
-        """Add {at, kind, **facts} to events.jsonl; kind "phase" with phase="..." is what live progress shows."""
+        """Append {at, kind, **facts} to events.jsonl; live progress shows kind "phase" with phase="..."."""
         append_json_line(self.path / "events.jsonl", {"at": utc_now(), "kind": kind, **facts})
 
     def read_events(self) -> list[dict[str, Any]]:
-        """All complete events in order."""
+        """Read all complete events in order."""
         return read_json_lines(self.path / "events.jsonl")
 
     def attempts(self) -> list[RunFolder]:
-        """The folders in which attempts of this run left their records, the oldest first; the last one is this."""
+        """Return the folders with the records of this run's attempts, oldest first; the last is the run folder."""
         earlier = (path for path in (self.path / "attempts").glob("*") if path.name.isdecimal())
         return [*(RunFolder(path) for path in sorted(earlier, key=lambda path: int(path.name))), self]
 
     def saved_steps(self) -> list[int]:
-        """The steps of which checkpoints were committed, in all attempts, in the order in which they were."""
+        """Return the steps of all committed checkpoints of all attempts, in order of commit."""
         events = (event for attempt in self.attempts() for event in attempt.read_events())
         saved = (event.get("step") for event in events if event.get("kind") == "checkpoint")
         return [step for step in saved if isinstance(step, int)]
@@ -229,27 +229,27 @@ class RunFolder:
         replace_json(self.path / "summary.json", summary)
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The content of summary.json, or None when the run has none. Raises RunFolderError when it is damaged."""
+        """Read summary.json, None if the run has none. Raises RunFolderError if it is damaged."""
         return self._read("summary.json")
 
     def read_memory_plan(self) -> dict[str, Any] | None:
-        """The content of memory_plan.json, or None."""
+        """Read memory_plan.json, None if the run has none."""
         return self._read("memory_plan.json")
 
     # --- logs and errors of ranks ----------------------------------------------------------------------------------
 
     def log_dir(self, host: str) -> Path:
-        """logs/<host>; characters that do not belong in a file name become '_'."""
+        """Return logs/<host>, with '_' for characters that are not allowed in a file name."""
         return self.path / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "_")
 
     def log_path(self, host: str, rank: int) -> Path:
-        """logs/<host>/rank<NNNN>.log, where standard output and error of that rank go."""
+        """Return logs/<host>/rank<NNNN>.log, the standard output and error of that rank."""
         return self.log_dir(host) / f"rank{rank:04d}.log"
 
     def write_rank_error(
         self, rank: int, error: BaseException, *, step: int | None = None, phase: str | None = None
     ) -> None:
-        """Leave what ended this rank beside its log; never raises, because the rank is already dying of `error`."""
+        """Write the error that ended this rank next to its log; never raises, since the rank is ending with `error`."""
         host = node_name()
         path = self.log_path(host, rank).with_suffix(".error.json")
         record = {"rank": rank, "host": host, "pid": os.getpid(), "step": step, "phase": phase, **describe_error(error)}
@@ -258,7 +258,7 @@ class RunFolder:
             replace_json(path, record)
 
     def rank_errors(self) -> list[dict[str, Any]]:
-        """The errors that ranks of this attempt left, earliest first."""
+        """Return the errors that ranks of this attempt wrote, earliest first."""
         records = []
         for path in self.path.glob("logs/*/rank*.error.json"):
             with contextlib.suppress(OSError, ValueError):
@@ -268,7 +268,7 @@ class RunFolder:
     # --- internals -------------------------------------------------------------------------------------------------
 
     def _change(self, failure: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-        """The new content of run.json, made under the folder's lock: the launcher and rank 0 both change it."""
+        """Update run.json under the folder's lock, since launcher and rank 0 both change it; return the new content."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
@@ -306,24 +306,24 @@ class RunFolder:
         return {**document, "history": [*document["history"], {"state": state, "at": now}], "state": state, **facts}
 
     def _put_attempt_aside(self, attempt: int) -> None:
-        """Move what the ended attempt recorded to attempts/<N>, so that figures of two attempts are never mixed."""
+        """Move the records of the ended attempt to attempts/<N>, so that two attempts never mix."""
         target = self.path / "attempts" / str(attempt)
         target.mkdir(parents=True, exist_ok=True)
         for name in _ATTEMPT_FILES:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).rename(target / name)
-        for path in self.path.glob("logs/*/rank*.json"):  # errors, and where ranks said that they were
+        for path in self.path.glob("logs/*/rank*.json"):  # errors and status files of ranks
             path.rename(target / path.name)
 
 
 def process_facts() -> dict[str, Any]:
-    """This process as run.json names the one that leads a run: {host, pid, pid_start}."""
+    """Return this process as run.json records the leading process of a run: {host, pid, pid_start}."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
 
 
 def initial_state() -> dict[str, Any]:
-    """What run.json holds of a planned run."""
+    """Return the content of run.json of a planned run."""
     unknown = dict.fromkeys(("host", "pid", "pid_start", "started_at", "ended_at", "exit_code", "failure"))
     return {"state": "planned", "attempt": 1, **unknown, "history": [{"state": "planned", "at": utc_now()}]}
 

@@ -1,4 +1,4 @@
-"""Running out of memory: which errors mean it, how much there was, and what to change. No torch, few allocations.
+"""Out-of-memory errors: recognises them, reports memory figures, and suggests settings. No torch, few allocations.
 
 The functions here run while a rank is dying for lack of memory, so they look at counters and at the error's own text
 and build nothing of any size.
@@ -35,7 +35,7 @@ _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2
 
 
 def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
-    """What this process knows about the lack of memory that ended in `error`; None for any other error.
+    """Return what this process knows about the out-of-memory error `error`; None for any other error.
 
     where           device: GPU memory; host: what the CPU allocator and Python use, on a CPU run everything
     device          as torch names it: cuda:0, cpu
@@ -67,7 +67,7 @@ def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
 
 
 def peak_resident_bytes(status: str = "/proc/self/status") -> int:
-    """Largest resident set of this process so far.
+    """Return the peak resident set of this process in bytes.
 
     VmHWM belongs to the program; ru_maxrss may still hold that of the parent from before exec.
     """
@@ -79,7 +79,7 @@ def peak_resident_bytes(status: str = "/proc/self/status") -> int:
 
 
 def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:
-    """Settings that make a rank of `config` need less memory, cheapest first; `where` it ran out. Never empty.
+    """Return settings that reduce the memory of a rank of `config`, cheapest first; never empty.
 
     On the CPU device and host memory are one: stores on the host only help a GPU, and have a bound of their own there.
     """
@@ -108,13 +108,13 @@ def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:
 
 
 def less_memory_text(config: RunConfig, where: Where) -> str:
-    """`less_memory` as one sentence."""
+    """Return `less_memory` as one sentence."""
     changes = "; ".join(less_memory(config, where))
     return f"Use less memory per rank, with the first of these that you can afford: {changes}."
 
 
 def _origin(error: BaseException) -> BaseException | None:
-    """The first error in the chain of causes, or of what was being handled, that means lack of memory."""
+    """Return the first out-of-memory error in the chain of causes and contexts."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -137,7 +137,7 @@ def _is_of_host(origin: BaseException) -> bool:
 
 
 def _asked_bytes(origin: BaseException) -> int | None:
-    """The size of the allocation that failed: attribute `asked_bytes` of the error, else what its text says."""
+    """Return the size of the failed allocation: attribute `asked_bytes` of the error, else parsed from its text."""
     asked = getattr(origin, "asked_bytes", None)
     if isinstance(asked, int):
         return asked
@@ -146,7 +146,7 @@ def _asked_bytes(origin: BaseException) -> int | None:
 
 
 def _on_cuda() -> tuple[str, int | None, str, int | None]:
-    """(device, peak, its source, capacity) by the caching allocator of this process, where it uses CUDA."""
+    """Return device, peak, its source and capacity from the caching allocator of this process, if it uses CUDA."""
     torch = sys.modules.get("torch")  # never imported here: a rank that ran out of memory before that has no allocator
     with contextlib.suppress(RuntimeError):  # the device is gone
         if torch is not None and torch.cuda.is_initialized():
@@ -158,7 +158,7 @@ def _on_cuda() -> tuple[str, int | None, str, int | None]:
 
 
 def _cheaper_policies(memory: MemoryConfig) -> list[str]:
-    """The next policies that keep less, in the order of what they compute again."""
+    """Return the policies that save less, in order of recomputation."""
     kinds = set(memory.checkpoint_layers or (memory.activation_checkpoint,))
     if kinds == {"full"}:
         return []

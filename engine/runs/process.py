@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Entry(NamedTuple):
-    """One process. start: tells a reused pid apart. status: as of waitpid, once it is a zombie that we may look at."""
+    """One process. start: distinguishes reused pids. status: that of waitpid, for a zombie that may be inspected."""
 
     pid: int
     parent: int
@@ -39,22 +39,22 @@ class Entry(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """A zombie has ended: only its parent has yet to notice."""
+        """Whether it has ended; a zombie has, though its parent has not waited for it yet."""
         return self.state not in ("Z", "X", "x")
 
     @property
     def exit_code(self) -> int:
-        """Of a zombie; a signal is negative."""
+        """Exit code of a zombie; negative for a signal."""
         return -os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else os.WEXITSTATUS(self.status)
 
     @property
     def age_s(self) -> float:
-        """Seconds since it started."""
+        """Return the seconds since it started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(self.start) / _TICKS_PER_S
 
 
 def read_entry(pid: int, start: str | None = None) -> Entry | None:
-    """What is known of process `pid`; None when there is no such process, or none that began at `start`."""
+    """Read the state of process `pid`; None if there is no such process, or none that started at `start`."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode("ascii", "replace")
@@ -68,7 +68,7 @@ def read_entry(pid: int, start: str | None = None) -> Entry | None:
 
 
 def process_start(pid: int) -> str | None:
-    """When process `pid` started, in a form that tells a reused pid apart; None when no such process lives."""
+    """Return the start time of process `pid`, which distinguishes reused pids; None if there is no such process."""
     entry = read_entry(pid)
     return entry.start if entry is not None and entry.lives else None
 
@@ -109,7 +109,7 @@ _MAX_BYTES = 1 << 20
 
 
 def meminfo_bytes(name: str, proc: str = PROC) -> int | None:
-    """A figure of the machine's memory, such as MemTotal; None when it does not say."""
+    """Return a figure of /proc/meminfo, such as MemTotal, in bytes; None if it is not there."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in read_text(os.path.join(proc, "meminfo")).splitlines():
             if line.startswith(name + ":"):
@@ -118,7 +118,7 @@ def meminfo_bytes(name: str, proc: str = PROC) -> int | None:
 
 
 def group_limit_bytes(pid: int | str = "self", proc: str = PROC) -> int | None:
-    """The tightest limit of the control groups of process `pid`; None: there is none."""
+    """Return the smallest memory limit of the control groups of process `pid`; None without a limit."""
     limits = []
     for folder in memory_groups(pid, proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -128,13 +128,13 @@ def group_limit_bytes(pid: int | str = "self", proc: str = PROC) -> int | None:
 
 
 def usable_bytes(pid: int | str = "self", proc: str = PROC) -> int | None:
-    """Host memory that process `pid` and its group may use: the machine's, within the limit of its control groups."""
+    """Return the host memory that process `pid` may use: the machine's, within the limits of its control groups."""
     bounds = (meminfo_bytes("MemTotal", proc), group_limit_bytes(pid, proc))
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def memory_groups(pid: int | str = "self", proc: str = PROC) -> tuple[str, ...]:
-    """Folders of the memory control groups of a process, its own first, then those around it; empty if unknown."""
+    """Return the folders of the memory control groups of a process, innermost first; empty if unknown."""
     with contextlib.suppress(OSError, ValueError):
         membership = read_text(os.path.join(proc, str(pid), "cgroup")).splitlines()
         mounts = read_text(os.path.join(proc, "self", "mountinfo")).splitlines()
@@ -148,7 +148,7 @@ def memory_groups(pid: int | str = "self", proc: str = PROC) -> tuple[str, ...]:
 
 
 def _folders(path: str, mounts: list[str], kind: str, option: str) -> tuple[str, ...]:
-    """The group `path` and all above it, as far as the hierarchy is mounted here."""
+    """Return the folders of the group `path` and its parents, as far as the hierarchy is mounted."""
     for line in mounts:
         place, _, source = line.partition(" - ")
         root, point = place.split()[3:5]
@@ -163,6 +163,6 @@ def _folders(path: str, mounts: list[str], kind: str, option: str) -> tuple[str,
 
 
 def read_text(path: str) -> str:
-    """The beginning of a file of the kernel. Raises OSError."""
+    """Read the beginning of a kernel file. Raises OSError."""
     with open(path, "rb") as file:
         return file.read(_MAX_BYTES).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What a run says of itself: where it comes from (code, versions, hardware), and its figures as a whole from the rows
+"""Records of a run: provenance (code, versions, hardware), configuration, and a summary of its figures from the rows
 of metrics.jsonl. No torch: trainer, launcher and report share it.
 """
 
@@ -30,12 +30,12 @@ _TIMEOUT_S = 10.0
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that runs this code, installed or not: the code before what is there already."""
+    """Return the PYTHONPATH of a process that runs this code, installed or not."""
     return os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def collect_provenance() -> dict[str, Any]:
-    """{collected_at, command, cwd, git, versions, hardware, image}; what cannot be found out is null.
+    """{collected_at, command, cwd, git, versions, hardware, image}; unknown ones are null.
 
     The git commit and uncommitted changes are those of the folder that holds the packages, where that is the top of a
     checkout (not where it merely lies in one, as site-packages of a virtual environment may).
@@ -84,7 +84,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -92,14 +92,14 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_name() -> str | None:
-    """The processor's name."""
+    """Return the processor's name."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, platform.processor() or None)
 
 
 def output_of(*command: str) -> str | None:
-    """Standard output of `command`, or None when it is missing, fails or hangs."""
+    """Return the standard output of `command`, None if it is missing, fails or hangs."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -168,17 +168,17 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
 
 
 def final_title(name: str) -> str:
-    """What a summary calls the last value of a figure of FINALS."""
+    """Return the key in a summary of the last value of a figure of FINALS."""
     return "final_train_loss" if name == "loss" else f"final_{name}"
 
 
 def config_fingerprint(config: RunConfig) -> str:
-    """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
+    """Return the SHA-256 of the canonical JSON, 64 hex digits: equal exactly if every field is equal."""
     return hash_json(to_plain(config))
 
 
 def policy_name(memory: MemoryConfig) -> str:
-    """The policy in words that name its settings, such as `seq_fraction 0.5, 10 layers on host, tiles of 4096`."""
+    """Describe the policy by its settings, such as `seq_fraction 0.5, 10 layers on host, tiles of 4096`."""
     details = {"seq_fraction": f" {memory.saved_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
     kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
     parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
@@ -192,7 +192,7 @@ def policy_name(memory: MemoryConfig) -> str:
 
 
 def config_facts(config: RunConfig) -> dict[str, Any]:
-    """What the configuration alone says about a run: {config_fingerprint, attention_preset, memory_policy, ...}."""
+    """Return facts from the configuration alone: {config_fingerprint, attention_preset, memory_policy, ...}."""
     return {
         "config_fingerprint": config_fingerprint(config),
         "data_fingerprint": hash_json(to_plain(config.data)),
@@ -229,7 +229,7 @@ def resolved_config(path: Path) -> RunConfig:
 
 
 def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the run's memory_plan.json predicted, under the keys of summary.json; empty when it predicted nothing.
+    """Return what memory_plan.json predicted, with the keys of summary.json; empty without a prediction.
 
     predicted_peak_bytes    that one rank's device holds at most: to be read beside peak_memory_bytes on CUDA and beside
                             peak_tensor_bytes on a CPU

@@ -1,1 +1,1 @@
-"""Steps, and what surrounds them."""
+"""Training: steps, batches, validation, metrics, checkpoints, and the rank's process."""

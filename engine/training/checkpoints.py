@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its trainer uses them: where to go on from, when to save, what to write down."""
+"""The checkpoints of a run as its trainer uses them: where to resume, when to save, what to record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.training.train_step import TrainStep
 
 @dataclass(frozen=True)
 class Position:
-    """How far training is: optimizer steps done, samples of the endless stream read, tokens trained on."""
+    """Progress of training: optimizer steps done, samples of the endless stream consumed, tokens trained on."""
 
     step: int = 0
     samples: int = 0
@@ -26,13 +26,13 @@ class Position:
 
 
 class RunCheckpoints:
-    """Checkpoints of one run; every rank calls everything. Where they are off, nothing is written or read."""
+    """Checkpoints of one run. Collective over all ranks. With checkpoints off it reads and writes nothing."""
 
     def __init__(
         self, config: RunConfig, run: RunFolder, train_step: TrainStep, data_hash: str, recorder: Recorder
     ) -> None:
         self._settings, self._train_step, self._recorder = config.train.checkpoint, train_step, recorder
-        # What a position in the data depends on.
+        # A position in the data has the same meaning only if these are equal.
         self._data = {"seed": config.seed, "seq_len": config.train.seq_len, "data_hash": data_hash}
         source = self._settings.resume_from
         self._steps = config.train.steps
@@ -44,7 +44,7 @@ class RunCheckpoints:
             self._checkpointer = Checkpointer(self._settings, root, facts, recorder.warn, advance)
 
     def restore(self) -> Position | None:
-        """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.
+        """Restore this run's newest checkpoint, else that of `resume_from`; return its position, or None without one.
 
         Fills every weight of the model, or none.
         """
@@ -62,10 +62,7 @@ class RunCheckpoints:
         return Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
 
     def restore_weights(self) -> Manifest | None:
-        """Reads the weights of `resume_from` and nothing else, whatever data they were trained on; None without it.
-
-        Gives whose they are.
-        """
+        """Restore only the weights of `resume_from`, whatever their data; return its manifest, or None without one."""
         if self._checkpointer is None or self._source is None:
             return None
         self._recorder.phase("restore")
@@ -75,14 +72,14 @@ class RunCheckpoints:
         return manifest
 
     def rewind(self, position: Position) -> Position:
-        """Go back to the newest checkpoint, but on with the data after `position`. Raises RunError without one."""
+        """Restore the newest checkpoint, but continue with the data after `position`. Raises RunError without one."""
         assert self._checkpointer is not None
         self._recorder.phase("rewind")
         self._record(self._checkpointer.finish())
         manifest = self._checkpointer.restore(self._tensors(), self._check_data)
         if manifest is None:
             raise RunError(
-                f"step {position.step} is to be undone, but there is no checkpoint yet to go back to; "
+                f"step {position.step} is to be undone, but there is no checkpoint yet to rewind to; "
                 "lower train.checkpoint.every_steps or optimizer.learning_rate"
             )
         self._train_step.guard.rewound(manifest.state["guard"])
@@ -91,7 +88,7 @@ class RunCheckpoints:
         return Position(manifest.step, position.samples, position.tokens)
 
     def after_step(self, position: Position, *, is_last: bool) -> None:
-        """Save if it is time to, and in any case when this was the last step, whether it was meant to be or not."""
+        """Save if a checkpoint is due, and always after the last step, planned or not."""
         if self._checkpointer is None or not self._settings.is_on:
             return
         if not (self._checkpointer.is_due(position.step) or is_last):
@@ -103,12 +100,12 @@ class RunCheckpoints:
         self._recorder.phase("train")
 
     def close(self) -> None:
-        """Wait for a save in the background."""
+        """Wait for a background save."""
         if self._checkpointer is not None:
             self._record(self._checkpointer.close())
 
     def _tensors(self) -> TrainingTensors:
-        self._train_step.wait_pending()  # updates on the host may be under way
+        self._train_step.wait_pending()  # updates on the host may still run
         return training_tensors(self._train_step.model, self._train_step.optimizer)
 
     def _record(self, saves: Sequence[Saved]) -> None:
@@ -116,17 +113,17 @@ class RunCheckpoints:
             self._recorder.saved(saved.step, saved.bytes, saved.stall_s, saved.seconds)
 
     def _check_source(self, manifest: Manifest) -> None:
-        """As `_check_data`, for a checkpoint of another run. Raises ConfigError where no step is left to do."""
+        """Check a checkpoint of another run. Raises CheckpointError (`_check_data`), ConfigError if no step is left."""
         self._check_data(manifest)
         assert self._source is not None
         check_steps_left(manifest.step, self._source, self._steps)
 
     def _check_data(self, manifest: Manifest) -> None:
-        """Raises CheckpointError where the position in `manifest` means something else here."""
+        """Raise CheckpointError if a position in the data of `manifest` means something else in this run."""
         there = manifest.state
         if different := [name for name, here in self._data.items() if there.get(name) != here]:
             listed = ", ".join(f"{name} was {there.get(name)}, is {self._data[name]}" for name in different)
             raise CheckpointError(
                 f"the checkpoint of step {manifest.step} is of other data: {listed}. "
-                "Go on with the same data, seed and train.seq_len"
+                "Continue with the same data, seed and train.seq_len"
             )

@@ -1,10 +1,9 @@
-"""Equal bits from equal runs: torch's deterministic algorithms, and what they need besides.
+"""Bitwise reproducible runs: torch's deterministic algorithms and the settings that they need.
 
-On a CPU runs are deterministic by themselves. On a GPU some kernels add numbers up in the order in which threads
-happen to finish: the backward passes of attention above all, index_add and scatter_add, and cuBLAS when streams share
-its workspace. Torch takes other algorithms where it has them and raises where it has none; kernels of attention say for
-themselves what they can (`engine.kernels.attention.base`). What remains is the order in which NCCL sums, which is the
-same for the same ranks on the same machines.
+On a CPU runs are deterministic already. On a GPU some kernels sum in the order in which threads finish: mainly backward
+passes of attention, index_add and scatter_add, and cuBLAS if streams share its workspace. torch chooses deterministic
+algorithms where it has them and raises where it has none; attention kernels declare what they support
+(`engine.kernels.attention.base`). The order in which NCCL sums is fixed for the same ranks on the same machines.
 """
 
 from __future__ import annotations
@@ -23,18 +22,15 @@ _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Torch's deterministic mode inside the body, if `enabled`; enter it before anything is computed on a GPU.
-
-    New memory is not filled with NaN, which the mode does by itself: no result depends on it, and it would take a pass
-    over all memory.
-    """
+    """Enable torch's deterministic mode inside the body, if `enabled`; enter before anything is computed on a GPU."""
     if not enabled:
         yield
         return
-    os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")  # read when the first handle is made; 8 buffers of 4 MiB
+    # 8 buffers of 4 MiB; cuBLAS reads the variable when the first handle is created.
+    os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), _SETTINGS.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    _SETTINGS.fill_uninitialized_memory = False
+    _SETTINGS.fill_uninitialized_memory = False  # the mode would fill new memory with NaN, an extra pass over it
     try:
         yield
     finally:

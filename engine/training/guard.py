@@ -1,8 +1,8 @@
-"""Judges optimizer steps before they touch the weights. Standard library only; all ranks judge the same numbers alike.
+"""Decides whether an optimizer step is applied, from its loss and gradient norm. Standard library only.
 
-A spike is a loss above median + spike_deviations * deviation of the last WINDOW_STEPS losses that were taken, where
-deviation = 1.4826 * median(|loss - median|), which for normal noise is its standard deviation and which a few outliers
-do not move (Rousseeuw and Croux 1993), but at least one percent of the median.
+All ranks see the same numbers, so they decide alike. A spike is a loss above median + spike_deviations * deviation over
+the last WINDOW_STEPS accepted losses. deviation = 1.4826 * median(|loss - median|) is the standard deviation for normal
+noise and is robust to a few outliers (Rousseeuw and Croux 1993); it is at least one percent of the median.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.config.errors import RunError
 from engine.config.settings import GuardConfig, Reaction
 
 WINDOW_STEPS = 64
-ENOUGH_LOSSES = 8  # fewer tell nothing about a spike
-MOST_IN_A_ROW = 5  # steps without progress that are dropped before the run stops
+ENOUGH_LOSSES = 8  # with fewer accepted losses no step counts as a spike
+MOST_IN_A_ROW = 5  # consecutive dropped steps before the run stops
 _NORMAL = 1.4826
 _LEAST_DEVIATION = 0.01  # of the median
 
@@ -28,14 +28,14 @@ Action = Literal["take", "skip", "rewind", "no_labels"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with a step, and why if it is dropped."""
+    """What to do with a step, and the reason if it is dropped."""
 
     action: Action = "take"
     reason: str = ""
 
     @property
     def taken(self) -> bool:
-        """Whether the weights are updated."""
+        """Return whether the weights are updated."""
         return self.action == "take"
 
 
@@ -44,7 +44,7 @@ NO_LABELS = Verdict("no_labels", "no token of its batch has a label")  # not jud
 
 
 class Guard:
-    """Remembers the losses of steps that were taken; its state belongs to a checkpoint."""
+    """Judges steps by the losses of the accepted ones; its state is part of a checkpoint."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
@@ -53,14 +53,14 @@ class Guard:
         self._last_dropped = -1
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
-        """The verdict on step `step` (from 0). Raises RunError when the run is to stop."""
-        found = self._problem(loss, grad_norm)
-        if found is None:
+        """Return the verdict on step `step` (from 0). Raises RunError when the run must stop."""
+        problem = self._problem(loss, grad_norm)
+        if problem is None:
             self._losses.append(loss)
             if step > self._last_dropped:
                 self._in_a_row = 0
             return TAKEN
-        figure, value, reaction = found
+        figure, value, reaction = problem
         words = f"{figure} of step {step + 1} is {value}"
         if reaction == "stop":
             raise RunError(
@@ -78,7 +78,7 @@ class Guard:
         return Verdict(reaction, f"{figure} is {value}")
 
     def _problem(self, loss: float, grad_norm: float) -> tuple[str, str, Reaction] | None:
-        """(a figure, its value, what is to be done about it) where one is bad."""
+        """Return the first bad figure, its value and the configured reaction; None if all are good."""
         for figure, value in (("the loss", loss), ("the gradient norm", grad_norm)):
             if not math.isfinite(value):
                 return figure, str(value), self.config.on_nonfinite
@@ -88,7 +88,7 @@ class Guard:
         return None
 
     def limit(self) -> float | None:
-        """Loss above which a step is a spike; None while too few are known, or where none is."""
+        """Return the loss above which a step is a spike; None with too few losses or spike detection off."""
         if self.config.spike_deviations is None or len(self._losses) < ENOUGH_LOSSES:
             return None
         middle = median(self._losses)
@@ -96,14 +96,14 @@ class Guard:
         return middle + self.config.spike_deviations * deviation
 
     def state(self) -> dict[str, Any]:
-        """JSON values from which `load` makes the same guard."""
+        """Return the state as JSON values, for `load`."""
         return {"losses": list(self._losses), "in_a_row": self._in_a_row, "last_dropped": self._last_dropped}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave."""
+        """Restore what `state` returned."""
         self.rewound(state)
         self._in_a_row, self._last_dropped = state["in_a_row"], state["last_dropped"]
 
     def rewound(self, state: Mapping[str, Any]) -> None:
-        """Takes up the losses of the checkpoint that training is back at; what was dropped stays counted."""
+        """Restore the losses of the checkpoint that training was rewound to; the count of dropped steps stays."""
         self._losses = deque(state["losses"], maxlen=WINDOW_STEPS)

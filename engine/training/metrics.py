@@ -1,7 +1,7 @@
-"""What is measured at every optimizer step, and the row of metrics.jsonl it becomes.
+"""Measures every optimizer step and builds its row of metrics.jsonl.
 
-docs/training.md says what each figure of it is; engine/predict/flops.py, what conventions of FLOPs there are.
-A figure that cannot be had is None, never 0.
+docs/training.md defines each figure, engine/predict/flops.py the conventions for FLOPs. A figure that is not
+available is None, never 0.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from engine.training.train_step import StepResult
 
 
 def peak_pinned_bytes() -> int | None:
-    """Most pinned host memory of this process so far, or None where it has no GPU."""
+    """Return the peak of pinned host memory of this process so far, in bytes; None without a GPU."""
     peak = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
     return None if peak is None else int(peak)
 
 
 class PeakMemory:
-    """Peak memory of this process on `device`: the CUDA allocator's per step, or the resident set since the start; in
-    the first `tracked_steps` steps of a CPU run also that of live tensors, and of those in host memory.
+    """Peak memory of this process: per step of the CUDA allocator, or on a CPU the resident set since the start.
 
-    Optimizer state is known from the end of the first step on, so one step alone shows less than the next ones.
+    Args:
+        device: Of the rank.
+        tracked_steps: In this many first steps of a CPU run live tensors are counted as well. The first step alone
+            shows less than later ones, since optimizer states exist only at its end.
     """
 
     def __init__(self, device: torch.device, tracked_steps: int = 0) -> None:
@@ -50,13 +52,13 @@ class PeakMemory:
         self._tracker, self._tracked = LiveTensorTracker(), False
 
     def reset(self) -> None:
-        """Begins a new peak, where that can be done."""
+        """Start a new peak; no effect on a CPU, where the resident set's peak cannot be reset."""
         if self._gpu is not None:
             torch.cuda.reset_peak_memory_stats(self._gpu)
 
     @contextlib.contextmanager
     def count_tensors(self) -> Iterator[None]:
-        """Around one step; counts in its body, if it is one of the first."""
+        """Count live tensors inside the body, one step, if it is one of the first."""
         self._tracked = self._steps_left > 0
         if not self._tracked:
             yield
@@ -67,7 +69,7 @@ class PeakMemory:
             yield
 
     def read(self) -> dict[str, int | None]:
-        """Peaks by their names in metrics.jsonl."""
+        """Return the peaks in bytes, by their names in metrics.jsonl."""
         pinned, tracker = peak_pinned_bytes(), self._tracker if self._tracked else None
         return {
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self._gpu) if self._gpu else peak_resident_bytes(),
@@ -79,9 +81,14 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one optimizer step holds, over all ranks, but for the pairs of its batch; and the peak of one device.
+    """The size of one optimizer step over all ranks, without the pairs of its batch.
 
-    recomputed_matrices   parameters that backward multiplies every token with again
+    Attributes:
+        model: Shape.
+        seq_len: Tokens per sequence.
+        sequences: Sequences of all ranks and micro-steps.
+        recomputed_matrices: Parameters whose matmuls with every token are recomputed in backward.
+        peak: Of one device.
     """
 
     model: ModelConfig
@@ -92,11 +99,11 @@ class StepCost:
 
     @property
     def tokens(self) -> int:
-        """Text tokens."""
+        """Tokens of the step."""
         return self.sequences * self.seq_len
 
     def flops(self, pairs: AttendedPairs) -> Flops:
-        """Of a step whose sequences have these pairs, all layers together."""
+        """Return the FLOPs of a step whose sequences have these pairs, summed over layers."""
         return step_flops(
             self.model,
             seq_len=self.seq_len,
@@ -107,7 +114,7 @@ class StepCost:
         )
 
     def rates(self, flops: Flops, seconds: float, devices: int) -> dict[str, float | None]:
-        """Speed of a step that took `seconds` on `devices` devices; the keys of metrics.jsonl."""
+        """Return the rates of a step that took `seconds` on `devices` devices, by their names in metrics.jsonl."""
         shares = {"mfu": flops.model, "mfu_full_attention": flops.model_full_attention, "hfu": flops.hardware}
         peak = self.peak.flops_per_s
         return {
@@ -122,11 +129,15 @@ class StepCost:
 
 
 class StepMeter:
-    """Measures one optimizer step between `start` and `finish`; all ranks must call both.
+    """Measures one optimizer step between `start` and `finish`, which are collective over all ranks.
 
-    tracked_steps   so many first steps of a CPU run count their tensors (see `PeakMemory`)
-    waits           knows what this rank waits for; None where that is not measured, alike on all ranks
-    store           of the layers' activations; measured if it is a HostStore
+    Args:
+        mesh: Ranks.
+        attention: Counts the bytes of its messages.
+        cost: Size of a step.
+        tracked_steps: See `PeakMemory`.
+        waits: Counts what this rank waits for; None, on all ranks, if that is not measured.
+        store: Of the layers' activations; measured if it is a HostStore.
     """
 
     def __init__(
@@ -148,34 +159,40 @@ class StepMeter:
         self._waited_before = 0.0
 
     def warning(self, row: dict[str, Any]) -> str | None:
-        """A sentence when the step of a row is faster than the device can be: then no figure of it can be trusted."""
+        """Return a warning if the step of `row` is faster than the device's peak, so its figures cannot be trusted."""
         peak = self._cost.peak
         return above_peak_warning("hardware FLOPs", (row["hfu"] or 0.0) * (peak.flops_per_s or 0.0), peak)
 
     def start(self) -> None:
-        """The edge before a step."""
+        """Start measuring a step."""
         self._attention.reset_traffic()
         self._memory.reset()
         self._synchronize()
         if self._waits is not None:
-            self._waits.take()  # what validation waited is no part of a step
+            self._waits.take()  # drop the waits of a validation before the step
         for times in (*self._offload, self._messages):
             times.start()
         self._started, self._batch_wait_s = time.perf_counter(), None
 
     def have_batches(self) -> None:
-        """The batches of the step are there."""
+        """Record how long the step waited for its batches."""
         self._batch_wait_s = time.perf_counter() - self._started
 
     def count_tensors(self) -> contextlib.AbstractContextManager[None]:
-        """Between `start` and `finish`, around forward, loss, backward and optimizer."""
+        """Count live tensors inside the body: forward, loss, backward and optimizer."""
         return self._memory.count_tensors()
 
     def finish(self, step: int, result: StepResult, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
-        """(row of metrics.jsonl for step number `step` from 1, whether any rank was asked to stop)."""
+        """Return the step's row of metrics.jsonl, and whether any rank was asked to stop.
+
+        Args:
+            step: From 1.
+            result: Of the step.
+            stop: Whether this rank was asked to stop.
+        """
         self._synchronize()
-        own = {"step_time_s": time.perf_counter() - self._started, **self._of_this_rank(), "stop": float(stop)}
-        largest, waits = self._reduce(own)
+        local = {"step_time_s": time.perf_counter() - self._started, **self._of_this_rank(), "stop": float(stop)}
+        largest, waits = self._reduce(local)
         stopping, seconds = largest.pop("stop"), largest.pop("step_time_s")
         assert seconds is not None
         row = {
@@ -199,12 +216,12 @@ class StepMeter:
         return row, bool(stopping)
 
     def _rates(self, result: StepResult, seconds: float) -> dict[str, float | None]:
-        """Speed of the step; None throughout where it computed nothing, as no figure of speed can be had of that."""
+        """Return the rates of the step; all None if it computed nothing (no labels)."""
         rates = self._cost.rates(self._cost.flops(result.pairs), seconds, self._mesh.degrees.world_size)
         return dict.fromkeys(rates) if result.loss is None else rates
 
     def _of_this_rank(self) -> dict[str, float | None]:
-        """Figures of which the row holds the largest over ranks."""
+        """Return this rank's figures; the row has their maximum over ranks."""
         traffic, messages = self._attention.traffic(), self._messages.read()
         offload = total(times.read() for times in self._offload)
         return {
@@ -219,17 +236,17 @@ class StepMeter:
             "offload_exposed_s": offload.exposed_s,
         }
 
-    def _reduce(self, own: dict[str, float | None]) -> tuple[dict[str, float | None], list[float]]:
-        """(the largest of each of `own` over ranks, what every rank waited or nothing if unknown); one collective."""
-        numbers = list(own.values())
+    def _reduce(self, local: dict[str, float | None]) -> tuple[dict[str, float | None], list[float]]:
+        """Return the maximum of each figure over ranks and every rank's wait, empty if unknown; one collective."""
+        numbers = list(local.values())
         if self._waits is None:
-            return dict(zip(own, max_over_ranks(numbers, self._mesh.device), strict=True)), []
+            return dict(zip(local, max_over_ranks(numbers, self._mesh.device), strict=True)), []
         waited = self._waited_before + self._waits.take()
         numbers += [waited if rank == self._mesh.rank else None for rank in range(self._mesh.degrees.world_size)]
         with self._waits.waiting("all_reduce"):
-            found = max_over_ranks(numbers, self._mesh.device)
-        self._waited_before = self._waits.take()
-        return dict(zip(own, found, strict=False)), [wait or 0.0 for wait in found[len(own) :]]
+            largest = max_over_ranks(numbers, self._mesh.device)
+        self._waited_before = self._waits.take()  # the wait in this very collective counts for the next step
+        return dict(zip(local, largest, strict=False)), [wait or 0.0 for wait in largest[len(local) :]]
 
     def _synchronize(self) -> None:
         if self._mesh.device.type == "cuda":
@@ -237,7 +254,7 @@ class StepMeter:
 
 
 class StepProfiler:
-    """Traces the steps of `profile` (null: none) and writes rank<NNNN>.json into `folder` when the last one ends."""
+    """Traces the steps START:STOP of `profile` (None: no step) into `folder`/rank<NNNN>.json."""
 
     def __init__(self, profile: str | None, folder: Path, rank: int) -> None:
         self._steps = range(0) if profile is None else range(*map(int, profile.split(":")))
@@ -246,7 +263,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around step number `step` (from 1)."""
+        """Trace the body, step `step` (from 1), if it is one of the steps to trace."""
         if step in self._steps and self._profiler is None:
             self._profiler = torch.profiler.profile(profile_memory=True, acc_events=True)  # torch 2.11 warns else
             self._profiler.start()
@@ -256,7 +273,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes a trace that is still running, when training ended before its last step."""
+        """Write the trace if it is still running."""
         if self._profiler is None:
             return
         self._profiler.stop()

@@ -1,8 +1,7 @@
-"""Peak FLOP/s of this rank's device: what the config says, the published figure, for a CPU the best measured rate.
+"""Peak FLOP/s of this rank's device: configured, else published, else (on a CPU) measured.
 
-A CPU's peak is measured once per machine, number of threads, dtype and version of torch, by one process at a time, and
-kept with the conditions in CACHE/peaks: figures of two runs then differ by the runs, not by what else ran at their
-start.
+A CPU's peak is measured once per machine, number of threads, dtype and torch version, by one process at a time, and
+cached with its conditions in CACHE/peaks. So the MFU of two runs does not differ because of other load at their start.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from engine.runs.files import cache_folder, utc_now
 
 _SIZES = (512, 1024, 2048)
 _MEASURE_S = 0.1  # per size
-_GAIN = 1.03  # a larger product that is no faster than this has shown the peak
+_GAIN = 1.03  # stop at the size that is faster than the one before by less than this factor
 
 
 def measure_cpu_peak(dtype: Dtype) -> Peak:
-    """The best matmul rate of this process with its threads, labelled with its conditions; takes up to a second.
+    """Measure the best matmul rate of this process with its threads; takes up to a second.
 
-    For bfloat16 the float32 rate where it is higher: a CPU without bfloat16 units is faster with widened numbers.
+    For bfloat16 it is the float32 rate if that is higher: a CPU without bfloat16 units computes faster in float32.
     """
     dtypes: tuple[Dtype, ...] = ("bfloat16", "float32") if dtype == "bfloat16" else ("float32",)
-    best, measured = max((_best_rate(torch.bfloat16 if one == "bfloat16" else torch.float32), one) for one in dtypes)
+    best, measured = max((_best_rate(torch.bfloat16 if name == "bfloat16" else torch.float32), name) for name in dtypes)
     conditions = f"{torch.get_num_threads()} threads, {utc_now()[:16]}, load {os.getloadavg()[0]:.1f}"
     return Peak(best, f"measured: best {measured} matmul of {platform.node()}, {conditions}")
 
 
 def _best_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest product of two [size, size] matrices, of the largest that is worth its time."""
+    """Return the FLOP/s of the fastest matmul of two [size, size] matrices over growing sizes."""
     best = 0.0
     for size in _SIZES:
         left, right, out = (torch.ones(size, size, dtype=dtype) for _ in range(3))
@@ -55,16 +54,16 @@ def _best_rate(dtype: torch.dtype) -> float:
 
 
 def machine_cpu_peak(dtype: Dtype, folder: Path) -> Peak:
-    """The peak that `folder` keeps for this machine; measured and kept if there is none. Ranks wait for each other."""
+    """Return this machine's peak from the cache in `folder`, measuring it first if needed, one process at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{platform.node()}-{torch.get_num_threads()}-{dtype}-{torch.__version__}.json"
     with (folder / name).open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         try:
-            kept = json.load(file)
-            return Peak(float(kept["flops_per_s"]), str(kept["source"]))
-        except (ValueError, KeyError, TypeError):  # new, or cut off while it was written
+            cached = json.load(file)
+            return Peak(float(cached["flops_per_s"]), str(cached["source"]))
+        except (ValueError, KeyError, TypeError):  # a new file, or one truncated while it was written
             peak = measure_cpu_peak(dtype)
             file.seek(0)
             file.truncate()
@@ -73,7 +72,7 @@ def machine_cpu_peak(dtype: Dtype, folder: Path) -> Peak:
 
 
 def find_peak(train: TrainConfig, device: torch.device) -> Peak:
-    """The peak of `device` for a run: what the config says, else the table, else for a CPU what is measured."""
+    """Return the peak of `device`: the configured one, else the published one, else on a CPU the measured one."""
     if train.peak_flops_per_device is not None:
         return Peak(train.peak_flops_per_device, "config: train.peak_flops_per_device")
     if device.type != "cuda":
@@ -84,7 +83,7 @@ def find_peak(train: TrainConfig, device: torch.device) -> Peak:
 
 
 def above_peak_warning(figure: str, flops_per_s: float, peak: Peak) -> str | None:
-    """A sentence for people when a rate per device exceeds the peak: then a count, a clock or the peak is wrong."""
+    """Return a warning if a rate per device exceeds the peak, so that a count, a clock or the peak must be wrong."""
     if peak.flops_per_s is None or flops_per_s <= peak.flops_per_s:
         return None
     return (

@@ -1,4 +1,9 @@
-"""One optimizer step: loss and gradients are weighted by tokens over all ranks and micro-steps."""
+"""One optimizer step. Loss and gradients are means over the labels of all ranks and micro-steps.
+
+    count labels (all-reduce) -> per micro-step: forward, loss sum / labels, backward -> judge -> clip, update
+
+Labels are counted first, because ranks and micro-steps have different numbers of them and each must weigh as its own.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +33,14 @@ from engine.training.rank.process import RankStatus
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave: mean loss per label (nats) and gradient norm before clipping, equal on all ranks.
+    """The figures of one step, equal on all ranks.
 
-    Both are None for a step without labels, which computes nothing: `pairs` is zero, the verdict `NO_LABELS`.
-
-    pairs   of all sequences of the step, over all ranks
+    Attributes:
+        loss: Mean loss per label, in nats; None for a step without labels.
+        grad_norm: Global 2-norm of the gradients before clipping; None for a step without labels.
+        learning_rate: The one that the step used.
+        pairs: Query-key pairs that attention computed, of all sequences over all ranks; 0 for a step without labels.
+        verdict: Whether the weights were updated, and why not; `NO_LABELS` for a step without labels.
     """
 
     loss: float | None
@@ -44,9 +52,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's rows of a batch, the attention of every layer over them, and the numbers of their sequences.
+    """This rank's part of a batch.
 
-    attended   what attention sees, of all rows of all ranks that share them
+    Attributes:
+        rows: Local tokens, labels and positions.
+        attention: One function per layer, planned for the batch's documents.
+        attended: Query-key pairs of all rows of the ranks that share these sequences.
+        samples: Numbers of the sequences in the training stream, which key dropout.
     """
 
     rows: LocalBatch
@@ -56,8 +68,8 @@ class RankBatch:
 
 
 def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh: Mesh) -> RankBatch:
-    """This rank's part of a batch, laid out as the batch's own documents want it."""
-    context = attention.run_context(batch.documents[0])
+    """Take this rank's part of a batch of whole sequences, [B, N] -> [B, T], in the layout of the batch's documents."""
+    context = attention.run_context(batch.documents[0])  # all sequences of a batch have the same documents
     rows = shard_batch(
         batch.tokens,
         batch.labels,
@@ -71,22 +83,21 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh
 
 
 def count_batches(batches: Sequence[RankBatch], mesh: Mesh) -> tuple[int, AttendedPairs]:
-    """(labels that count, pairs) over all ranks and all of `batches`, exactly.
-
-    Of ranks that share a sequence the first one tells its pairs.
-    """
+    """Return the labels that count and the attended pairs, summed exactly over all ranks and `batches`. Collective."""
     labels = torch.stack([(batch.rows.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
-    own = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
-    pairs = torch.tensor([sum(one.visible for one in own), sum(one.again for one in own)], device=mesh.device)
-    total, *found = sum_over_ranks(torch.cat([labels.to(mesh.device)[None], pairs])).tolist()
-    return total, AttendedPairs(*found)
+    # Ranks that share a sequence know the same pairs; only the first of them contributes.
+    counted = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
+    pairs = torch.tensor([sum(p.visible for p in counted), sum(p.again for p in counted)], device=mesh.device)
+    total, *pair_counts = sum_over_ranks(torch.cat([labels.to(mesh.device)[None], pairs])).tolist()
+    return total, AttendedPairs(*pair_counts)
 
 
 class TrainStep:
-    """Runs optimizer steps on a parallelized model; holds the optimizer and nothing else that changes.
+    """Runs optimizer steps on a parallelized model; owns the optimizer and the guard.
 
-    Every rank of the run calls it with its own data-parallel rank's batches; ranks that share a sequence with equal
-    ones. `accumulate` and then `update` are a step without its figures: the host waits for the device in neither.
+    Collective over all ranks. Each rank passes the batches of its data-parallel rank, so ranks that share a sequence
+    pass equal ones. `accumulate` followed by `update` is a step without figures, in which the host never waits for the
+    device.
     """
 
     def __init__(
@@ -104,36 +115,39 @@ class TrainStep:
         self.guard = Guard(config.train.guard)
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
-        """Step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
+        """Run step `step` (from 0) over `batches`, one per micro-step. Raises RunError when training has diverged."""
         return self.run(step, [self.prepare(batch) for batch in batches])
 
     def prepare(self, batch: Batch) -> RankBatch:
-        """What `run` takes of a batch; for the next step while this one runs, too (`engine.training.batches`)."""
+        """Convert a batch for `run`, also for the next step while this one runs (`engine.training.batches`)."""
         return rank_batch(batch, self.model, self.attention, self.mesh)
 
     def run(self, step: int, local: Sequence[RankBatch]) -> StepResult:
-        """As calling it, over batches that were prepared.
+        """Run step `step` (from 0) over prepared batches, one per micro-step.
 
-        A step without a single label (a prompt longer than all of its samples) has no loss and no gradient: weights,
-        moments and the guard's window stay as they are.
+        A step without any label (each prompt fills its sample) has no loss and no gradient: weights, moments and the
+        guard's window stay unchanged.
+
+        Raises:
+            RunError: Training has diverged, as train.guard defines it.
         """
         if self.config.attention.check_plans:
             planned = [one for batch in local for one in batch.attention if isinstance(one, PlannedAttention)]
             check_plans({id(one.runtime): one.runtime for one in planned}.values(), self.mesh)
         self.status.phase = "count labels"
-        # Counted before any backward: each micro-step's gradient must already have its final weight.
+        # Count before any backward: a micro-step's gradient is divided by the labels of all micro-steps and ranks.
         with self.status.waits.waiting("all_reduce"):
             label_tokens, pairs = count_batches(local, self.mesh)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         if label_tokens == 0:  # a sum over ranks, so every rank returns here and no collective is left half-done
             self.status.phase = "train"
             return StepResult(None, None, rate, AttendedPairs(0, 0), NO_LABELS)
-        set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
+        set_learning_rate(self.optimizer, rate)  # before backward, which updates weights under optimizer_in_backward
         loss_sum = self.accumulate(local, label_tokens)
         verdicts: list[Verdict] = []
 
         def judge(norm: Tensor) -> bool:
-            # Reads the device: of a step that cannot be dropped only after its update, for which nobody waits.
+            # .item() waits for the device. A step that cannot be dropped is therefore judged after its update.
             loss, grad_norm = float(loss_sum.item()) / label_tokens, float(norm.item())
             verdicts.append(self.guard.judge(step, loss, grad_norm))
             return verdicts[0].taken
@@ -146,10 +160,16 @@ class TrainStep:
         return StepResult(float(loss_sum.item()) / label_tokens, float(norm.item()), rate, pairs, verdicts[0])
 
     def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
-        """Forward and backward: gradients of the mean loss in `.grad`, or in the weights under optimizer_in_backward.
+        """Run forward and backward of all micro-steps. Collective over all ranks.
 
-        `label_tokens` counts the labels of all ranks and micro-steps. Returns the loss sum over all ranks, float64
-        scalar. All ranks must call.
+        Gradients of the mean loss are left in `.grad`, or applied to the weights under optimizer_in_backward.
+
+        Args:
+            local: This rank's batches, one per micro-step.
+            label_tokens: Labels that count, of all ranks and micro-steps.
+
+        Returns:
+            The loss summed over the labels of all ranks, float64 scalar.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for index, batch in enumerate(local):
@@ -159,33 +179,35 @@ class TrainStep:
             hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
             self.status.phase = "loss"
             loss = self.status.faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
-            del hidden  # would live through the whole backward pass
+            del hidden  # else it would stay alive through the whole backward pass
             self.status.phase = "backward"
-            (loss / label_tokens).backward()
+            (loss / label_tokens).backward()  # FSDP sums over ranks, so this yields the gradient of the mean
             loss_sum += loss.detach()
         with self.status.waits.waiting("all_reduce"):
             return sum_over_ranks(loss_sum)
 
     def _dropout_of(self, batch: RankBatch) -> Dropout | None:
-        """What is dropped of the rows that this rank holds between the layers."""
+        """Return the dropout of the rows that this rank holds between layers, or None if the rate is 0."""
         rate, positions = self.config.train.dropout, batch.rows.positions
         if rate == 0.0:
             return None
         if not batch.samples:
-            raise ValueError("train.dropout needs the numbers of a batch's samples")
-        own = positions[self.mesh.row_part.of(positions.shape[0])]
-        return Dropout(rate, row_keys(self.config.seed, batch.samples, own))
+            raise ValueError("train.dropout: the batch has no sample numbers, expected one per sequence")
+        local_positions = positions[self.mesh.row_part.of(positions.shape[0])]  # [T] -> [T / tp_size]
+        return Dropout(rate, row_keys(self.config.seed, batch.samples, local_positions))
 
     def update(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """Clips, updates the weights and frees the gradients; gives the gradient norm before clipping, fp32 scalar.
+        """Clip, update the weights and free the gradients; return the gradient norm before clipping, fp32 scalar.
 
-        `taken` may refuse the update when it has seen that norm. The learning rate must have been set before
-        `accumulate`. All ranks must call. Updates on the host may still be under way when it returns: forward passes
-        wait for them, and `wait_pending` does.
+        Collective over all ranks. Updates on the host may still run when it returns; forward passes and
+        `wait_pending` wait for them. The learning rate must have been set before `accumulate`.
+
+        Args:
+            taken: Called with the norm; returns whether to update the weights. None: always.
         """
         self.status.phase = "optimizer"
         return self._updates.finish(taken)
 
     def wait_pending(self) -> None:
-        """Returns when all weights are updated."""
+        """Block until all weights are updated."""
         self._updates.wait_pending()

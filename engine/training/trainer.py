@@ -1,4 +1,4 @@
-"""The training loop: prepare data, build the model, step, validate, record; every rank runs the same loop."""
+"""The training loop: prepare data, build the model, then step, validate, record. Every rank runs the same loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from engine.training.validation import Stopped, measured, pause, validate
 
 
 class Trainer:
-    """One run on this rank; `run` does everything in order. All ranks build one and run it."""
+    """One run on this rank. Collective over all ranks, the constructor included; `run` does the rest in order."""
 
     def __init__(
         self, resolved: ResolvedRun, run: RunFolder, mesh: Mesh, recorder: Recorder, status: RankStatus
@@ -70,7 +70,7 @@ class Trainer:
         self._run_folder, self._recorder, self._status = run, recorder, status
         train = config.train
         self.data = load_data(config, mesh, recorder)
-        if not train.evaluate_only:  # which trains on no sample, so a short corpus will do
+        if not train.evaluate_only:  # an evaluation takes no training samples, so its corpus may be too short for one
             sampler = training_sampler(self.data, config)
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
@@ -95,9 +95,9 @@ class Trainer:
         self._checkpoints = RunCheckpoints(config, run, self.train_step, self.data.content_hash, recorder)
 
     def run(self) -> None:
-        """Trains to the last step and writes the summary. A request to stop ends training at an edge.
+        """Train to the last step and write the summary; with train.evaluate_only evaluate instead.
 
-        With train.evaluate_only it evaluates instead.
+        A stop request ends training between two steps. A checkpoint is written, then KeyboardInterrupt is raised.
         """
         if self.config.train.evaluate_only:
             self._evaluate_only()
@@ -130,32 +130,35 @@ class Trainer:
         self._checkpoints.close()
         self._batches.close()
         self._profiler.close()
-        # A run that had nothing left to do has no rows, and its steps all the same.
+        # The number of steps is passed in: a resumed run with no step left has no rows to count.
         self._end("cancelled" if stopped else "completed", steps=position.step)
         if stopped:
             raise KeyboardInterrupt
 
     def _evaluate_only(self) -> None:
-        """Evaluates the weights that are named. Nothing of the optimizer is ever made."""
+        """Evaluate the given weights once. Optimizer states are neither loaded nor created."""
         evaluated = self._checkpoints.restore_weights()
         if evaluated is None:
             self._begin()
         step = 0 if evaluated is None else evaluated.step
         self._recorder.phase("evaluate")
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
-        self._status.stop.defer(GRACE_S)  # what is known is written down
+        self._status.stop.defer(GRACE_S)  # a stop request from here on waits until the results are written
         self._recorder.row(row)
         evaluated_run = None if evaluated is None else str(evaluated.facts.get("run_id"))
         self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
 
     def _begin(self) -> Position:
-        """Where training begins, with its first weights: nothing else has filled the model."""
+        """Fill the model with its initial weights; return the position at step 0."""
         self._recorder.phase("first weights")
         set_first_weights(self.model, self.config)
         return Position()
 
     def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:
-        """(row, verdict, whether to stop) of step `step`, from 0 here and from 1 in all that people read."""
+        """Run step `step`, counted from 0; return its row of metrics, its verdict, and whether to stop after it.
+
+        Rows, status and messages count steps from 1.
+        """
         self._status.step, self._status.micro_step, self._status.phase = step + 1, 0, "load batch"
         with self._profiler.step(step + 1):
             self._meter.start()
@@ -167,7 +170,7 @@ class Trainer:
             return row, result.verdict, stopped
 
     def _after(self, position: Position) -> Position:
-        """Where training is after one step more."""
+        """Return the position one step later."""
         samples = sequences_of_step(self.config, self.mesh.dp_size)
         tokens = samples * self.config.train.seq_len
         return Position(position.step + 1, position.samples + samples, position.tokens + tokens)
@@ -177,7 +180,7 @@ class Trainer:
         return step == self.config.train.steps or (interval is not None and step % interval == 0)
 
     def _validate(self, row: dict[str, Any]) -> bool:
-        """Adds what was measured to `row`; whether any rank was asked to stop, which ends it between two samples."""
+        """Add the validation's results to `row`; return whether a rank was asked to stop, which interrupts it."""
         self._recorder.phase("evaluate")
         try:
             row.update(validate(self.train_step, self.data.main, self._needles))
@@ -188,23 +191,27 @@ class Trainer:
         return False
 
     def _end(self, status: str, **facts: Any) -> None:
-        """Rank 0 writes the summary, from the rows on disk: no rank keeps those of a long run in memory."""
+        """Write the summary on rank 0, from the rows on disk: those of a long run are not held in memory."""
         run, config = self._run_folder, self.config
         if self.mesh.rank == 0:
-            # What was predicted is a training step, which an evaluation does not make.
+            # The memory plan predicts a training step, so it says nothing about an evaluation.
             plan = None if config.train.evaluate_only else run.read_memory_plan()
             peak = {"peak_flops_per_device": self.peak.flops_per_s, "peak_flops_source": self.peak.source}
             about = {"status": status, **run_facts(config, self.mesh, self.attention), **predicted_facts(plan), **peak}
-            about["config_fingerprint"] = self._requested  # so runs that asked for the same are alike
+            about["config_fingerprint"] = self._requested  # equal for runs with equal requests
             about["data_content_hash"] = self.data.content_hash
             run.write_summary({**about, **summarise(run.read_metrics()), **facts})
         self._recorder.close()
 
 
 def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_faults: FindFaults = read_faults) -> None:
-    """Everything a rank does, from its process group to the last line of its summary; called by engine.train.
+    """Run one rank, from opening its process group to writing the summary; called by engine.train.
 
-    config: of config.yaml in the run folder, where the launch has left what it resolved it to, too.
+    Args:
+        config: That of config.yaml in the run folder, where the launch has written what it resolved, too.
+        run: The run folder, shared by all ranks of a node.
+        status: Phase, step and stop requests of this rank, which other threads read.
+        find_faults: Returns the faults to inject; tests replace it.
     """
     placement = read_placement()
     with status.stop.watch(), run_states(run, status, rank=placement.rank), ExitStack() as stack:
@@ -226,12 +233,12 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
 
 
 def join_run(config: RunConfig, resolved: ResolvedRun | None, device: torch.device) -> tuple[ResolvedRun, Mesh]:
-    """What all ranks do alike, and the mesh that they do it on. All ranks must call.
+    """Return the resolved run, equal on all ranks, and its mesh. Collective.
 
-    Ranks that act by different plans would wait for each other's messages forever.
+    Ranks with different plans would wait for each other's messages forever.
 
     Args:
-        config: as it was asked for.
+        config: As requested.
         resolved: what this rank read; None: no launch has resolved it, so the ranks do.
         device: of this rank.
 
@@ -256,11 +263,11 @@ def join_run(config: RunConfig, resolved: ResolvedRun | None, device: torch.devi
 
 
 def set_threads(config: RunConfig, device: torch.device, placement: Placement) -> None:
-    """Gives a rank that computes or updates weights on the CPU its share of the cores: torchrun would leave it one.
+    """Give a rank that computes or updates weights on the CPU its share of the cores; torchrun would set one thread.
 
-    Of those that it may run on: a container or `taskset` may leave it fewer than the machine has. Beside a GPU a
-    quarter is left to what feeds it, for all threads of an update wait for one that has no core; half the cores already
-    take all of the memory's bandwidth (8 of 16: 110 GB/s, 16: 106).
+    The share is of the cores in this process's affinity mask, which a container or `taskset` may restrict. With a GPU
+    three quarters of them are used: the threads of an update wait for each other, so one without a core delays all, and
+    half the cores already saturate the memory (8 of 16 cores: 110 GB/s, 16: 106 GB/s).
     """
     if device.type == "cpu" or config.memory.optimizer_store == "host":
         share = len(os.sched_getaffinity(0)) // placement.local_world_size
@@ -269,9 +276,11 @@ def set_threads(config: RunConfig, device: torch.device, placement: Placement) -
 
 
 def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData:
-    """The prepared corpora; one rank per node prepares it while the others wait. All ranks must call.
+    """Open the prepared corpora; the first rank of each node prepares them while the others wait. Collective.
 
-    Raises ConfigError when its tokens do not fit the model, DataError when the ranks found different tokens.
+    Raises:
+        ConfigError: The corpus's vocabulary or tokenizer does not fit the model.
+        DataError: Ranks read different tokens.
     """
     recorder.phase("prepare data")
     if read_placement().local_rank == 0:
@@ -292,18 +301,18 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
 
 
 def sequences_of_step(config: RunConfig, dp_size: int) -> int:
-    """Sequences of one optimizer step over all ranks."""
+    """Return the sequences of one optimizer step over all ranks."""
     return dp_size * config.train.micro_batch_size * config.train.grad_accum_steps
 
 
 def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMethod) -> StepCost:
-    """What an optimizer step costs over all ranks, but for the pairs of its batch."""
-    sequences, again = sequences_of_step(config, dp_size), sum(policy_cost(config, method).layer_matrices)
-    return StepCost(config.model, config.train.seq_len, sequences, again, peak)
+    """Return the fixed cost of an optimizer step over all ranks; attended pairs depend on the batch and come later."""
+    sequences, recomputed = sequences_of_step(config, dp_size), sum(policy_cost(config, method).layer_matrices)
+    return StepCost(config.model, config.train.seq_len, sequences, recomputed, peak)
 
 
 def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict[str, Any]:
-    """What a report says about a run beside its figures: shape, method, ranks, device."""
+    """Return what a report shows of a run beside its figures: shape, attention method, ranks, device."""
     return {
         **config_facts(config),
         "parameters": count_parameters(config.model).total,

@@ -1,11 +1,11 @@
-"""What a validation measures, as figures for a row of metrics: loss on the validation split, needles, both by place.
+"""Validation: loss on the validation split and needle-in-a-haystack scores, both by position, as a row of metrics.
 
-Weighted by tokens over all ranks, and without a trace in the training that goes on.
+Means are over the tokens of all ranks. Training continues as if no validation had happened.
 
-Needles are asked teacher-forced, with the logits of the answers' rows alone. Accuracy: the answer is right if each of
-its tokens has the largest logit after the right ones before it, which is so exactly when greedy decoding writes it.
-Small models write none; for them there is the gain: how many nats per token of the answer the needle saves, against
-the same question where there is none. Above 0 the model uses what it read there.
+Needles are scored teacher-forced, from the logits of the answers' rows alone. Accuracy: an answer is correct if each of
+its tokens is the argmax given the correct tokens before it, which is equivalent to greedy decoding. Small models decode
+no correct answer; for them there is the gain, the nats per answer token that the needle saves compared to the same
+question without a needle. Above 0 the model uses the needle.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Row = dict[str, Any]  # of metrics.jsonl
 
 
 def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | None) -> Row:
-    """{validation_loss, ...} and, with `needles`, {needle_accuracy, ...}; what could not be measured is left out.
+    """Return {validation_loss, ...} and, with `needles`, {needle_accuracy, ...}. Collective over all ranks.
 
-    All ranks must call; the model is afterwards as before. Raises Stopped.
+    The model's state is restored. Raises `Stopped` if a rank was asked to stop.
     """
     config, mesh = train_step.config, train_step.mesh
     batches = validation_batches(data, config, (mesh.dp_rank, mesh.dp_size))
@@ -49,32 +49,32 @@ def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | N
 
 
 class Stopped(KeyboardInterrupt):
-    """A validation has ended between two samples, on all ranks alike, as one of them was asked to stop."""
+    """A validation was interrupted between two samples, on all ranks, because one was asked to stop."""
 
 
 def pause(train_step: TrainStep) -> None:
-    """Between two samples: raises Stopped on all ranks if any was asked to stop. All ranks must call."""
+    """Raise `Stopped` on all ranks if any was asked to stop. Collective over all ranks."""
     train_step.status.advance()
     if any(max_over_ranks([train_step.status.stop.requested], train_step.mesh.device)):
         raise Stopped
 
 
 def measured(mesh: Mesh, work: Callable[[], Row]) -> Row:
-    """What `work` gives, with the seconds that the slowest rank took for it and the peak memory of the largest one."""
+    """Return the row of `work` with its duration and peak memory, each the maximum over ranks. Collective."""
     memory = PeakMemory(mesh.device)
     memory.reset()
     started = time.perf_counter()
     row = work()
-    own = {"evaluation_s": time.perf_counter() - started, **memory.read()}
+    local = {"evaluation_s": time.perf_counter() - started, **memory.read()}
     names = ("evaluation_s", "peak_memory_bytes", "peak_memory_reserved_bytes")
-    seconds, *peaks = max_over_ranks([own[name] for name in names], mesh.device)
+    seconds, *peaks = max_over_ranks([local[name] for name in names], mesh.device)
     return {**row, **dict(zip(names, (seconds, *(peak and int(peak) for peak in peaks)), strict=True))}
 
 
 def position_edges(seq_len: int, buckets: int) -> tuple[int, ...]:
-    """Where buckets of positions begin, and seq_len: the last one is half of the sequence, each before it half as long.
+    """Return the edges of position buckets: the last bucket is half of the sequence, each before it half as long.
 
-    Fewer than `buckets` where a sequence has no room for them.
+    A short sequence has fewer than `buckets`.
     """
     edges = {seq_len >> bucket for bucket in range(buckets)} - {0}
     return (0, *sorted(edges))
@@ -87,12 +87,20 @@ def evaluate(
     token_bytes: npt.NDArray[np.integer] | npt.NDArray[np.floating] | None,
     position_buckets: int = 1,
 ) -> Row:
-    """Mean loss per label of `batches` of all ranks in nats, and in bits per byte of text (None where no byte counts
-    are known: `token_bytes` [vocab]); both None when they hold no label.
+    """Return the mean loss per label over the batches of all ranks. Collective over all ranks.
 
-    With more than one of `position_buckets`, the loss of the labels at positions first .. last, too (None: no label),
-    at the price of one LM head per bucket: a model that uses its context loses less the more of it it has seen. All
-    ranks must call with as many batches. Parameters, gradients, optimizer and mode of the model are as before.
+    Parameters, gradients, optimizer and mode of the model are unchanged.
+
+    Args:
+        train_step: Owns the model.
+        batches: Of this rank; equally many on every rank.
+        token_bytes: Bytes of text per token id, [vocab]; None if unknown.
+        position_buckets: Report the loss by position in this many buckets, at the cost of one LM head each. A model
+            that uses its context has a lower loss at later positions.
+
+    Returns:
+        validation_loss in nats, validation_bits_per_byte, and with several buckets validation_loss_by_position. None
+        where there is no label or, for bits per byte, no byte count.
     """
     model, mesh = train_step.model, train_step.mesh
     edges = position_edges(train_step.config.train.seq_len, position_buckets)
@@ -103,13 +111,13 @@ def evaluate(
             pause(train_step)
             losses, labels = _losses_of(train_step, batch, edges)
             totals[:buckets] += losses
-            for bucket, own in enumerate(labels):
-                totals[buckets + bucket] += own.numel()
+            for bucket, counted in enumerate(labels):
+                totals[buckets + bucket] += counted.numel()
                 if token_bytes is not None:
-                    totals[-1] += float(token_bytes[own.cpu().numpy()].sum())
+                    totals[-1] += float(token_bytes[counted.cpu().numpy()].sum())
     figures = sum_over_ranks(totals).tolist()
     nats, counts, text_bytes = figures[:buckets], figures[buckets:-1], figures[-1]
-    # Of text, comparable between tokenizers.
+    # Per byte of text, so comparable between tokenizers.
     bits_per_byte = sum(nats) / (math.log(2.0) * text_bytes) if text_bytes > 0 else None
     loss = sum(nats) / sum(counts) if sum(counts) else None
     row: Row = {"validation_loss": loss, "validation_bits_per_byte": bits_per_byte}
@@ -123,16 +131,16 @@ def evaluate(
 
 
 def _losses_of(train_step: TrainStep, batch: Batch, edges: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """(loss sums [buckets] of this rank's rows, labels of each that count)."""
+    """Return the loss sum of this rank's rows per bucket, [buckets] float64, and the counted labels of each."""
     local = train_step.prepare(batch)
     hidden = train_step.model(local.rows.tokens, local.rows.positions, local.attention)
     losses, labels = [], []
     for first, after in pairwise(edges):
         rows = local.rows
         if len(edges) > 2:
-            here = np.full_like(batch.labels, IGNORE_INDEX)
-            here[:, first:after] = batch.labels[:, first:after]
-            rows = train_step.prepare(replace(batch, labels=here)).rows
+            masked = np.full_like(batch.labels, IGNORE_INDEX)
+            masked[:, first:after] = batch.labels[:, first:after]
+            rows = train_step.prepare(replace(batch, labels=masked)).rows
         losses.append(train_step.model.head(hidden, rows.labels).double())
         labels.append(rows.labels[rows.labels != IGNORE_INDEX])
     return torch.stack(losses), labels
@@ -140,16 +148,16 @@ def _losses_of(train_step: TrainStep, batch: Batch, edges: Sequence[int]) -> tup
 
 @torch.no_grad()
 def score_tasks(train_step: TrainStep, tasks: NeedleTasks) -> Table:
-    """[len(tasks), 3]: sums over the labels of each task of nats, wrong tokens and tokens; alike on all ranks.
+    """Return nats, wrong tokens and tokens of each task's answer, [len(tasks), 3], equal on all ranks. Collective.
 
-    The data-parallel ranks divide the tasks; all ranks must call. Parameters, gradients, optimizer and mode of the
-    model are as before.
+    The data-parallel ranks divide the tasks. Parameters, gradients, optimizer and mode of the model are unchanged.
     """
     mesh, size = train_step.mesh, train_step.config.train.micro_batch_size
     table = torch.zeros(len(tasks), 3, dtype=torch.float64, device=mesh.device)
     with evaluating(train_step.model):
         stride = mesh.dp_size * size
-        for first in range(mesh.dp_rank * size, -(-len(tasks) // stride) * stride, stride):  # alike often on all ranks
+        # Rounded up to whole strides: every rank must run the same number of batches, if necessary empty ones.
+        for first in range(mesh.dp_rank * size, -(-len(tasks) // stride) * stride, stride):
             pause(train_step)
             numbers = range(first, min(first + size, len(tasks)))
             rows, scores = _scored(train_step, [tasks.task(number) for number in numbers], size)
@@ -158,13 +166,12 @@ def score_tasks(train_step: TrainStep, tasks: NeedleTasks) -> Table:
 
 
 def needle_figures(table: Table, tasks: NeedleTasks) -> Row:
-    """Means over all samples of a `table` that `score_tasks` gave, and those of every depth.
+    """Return the means over all samples of `table` (`score_tasks`), in total and by depth.
 
-    depth: share of the haystack before the needle, 0 to 1; position: token at which the first sample's needle begins.
-    accuracy: share of answers that are right; loss: nats per token of the answer; gain: loss without the needle minus
-    loss with it.
+    depth: fraction of the haystack before the needle, 0 to 1; position: first token of the first sample's needle;
+    accuracy: fraction of correct answers; loss: nats per answer token; gain: loss without the needle minus with it.
     """
-    by_sample = table.reshape(tasks.samples, tasks.depths + 1, 3)
+    by_sample = table.reshape(tasks.samples, tasks.depths + 1, 3)  # the last task of a sample has no needle
     losses = by_sample[:, :, 0] / by_sample[:, :, 2]
     right = by_sample[:, :-1, 1] == 0
     gains = losses[:, -1:] - losses[:, :-1]
@@ -182,10 +189,10 @@ def needle_figures(table: Table, tasks: NeedleTasks) -> Row:
 
 
 def _scored(train_step: TrainStep, tasks: Sequence[NeedleTask], size: int) -> tuple[Tensor, Tensor]:
-    """(which of `tasks` each of this rank's answer rows belongs to [n], their nats, wrong tokens and tokens [n, 3]).
+    """Score this rank's answer rows; return their index in `tasks`, [n], and nats, wrong tokens and tokens, [n, 3].
 
-    Tasks are documents of their own. A batch of `size` rows is run in any case, the others empty: every rank gathers
-    weights as often as the others.
+    Each task is one document. The batch always has `size` sequences, if necessary empty ones, because every rank must
+    gather weights equally often. Collective.
     """
     tokens = np.zeros((size, train_step.config.train.seq_len), dtype=np.int64)
     answers = np.full_like(tokens, IGNORE_INDEX)
@@ -193,11 +200,11 @@ def _scored(train_step: TrainStep, tasks: Sequence[NeedleTask], size: int) -> tu
         tokens[number], answers[number] = task.tokens, task.labels
     local = train_step.prepare(Batch(tokens, answers, (np.zeros(1, dtype=np.int64),) * size))
     hidden = train_step.model(local.rows.tokens, local.rows.positions, local.attention)
-    row, place = (local.rows.labels != IGNORE_INDEX).nonzero(as_tuple=True)
-    # As many rows on every rank as the whole batch has answers: those that slice the vocabulary score each other's.
+    row, column = (local.rows.labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    # Padded to the number of answer tokens in the whole batch: ranks that share the vocabulary must have equally many.
     bound = max(1, int((answers != IGNORE_INDEX).sum()))
     rows = hidden.new_zeros(bound, hidden.shape[-1])
     labels = local.rows.labels.new_full((bound,), IGNORE_INDEX)
-    rows[: row.numel()], labels[: row.numel()] = hidden[row, place], local.rows.labels[row, place]
+    rows[: row.numel()], labels[: row.numel()] = hidden[row, column], local.rows.labels[row, column]
     scores = train_step.model.head(rows, labels, by_row=True)[: row.numel()].double()
     return row, torch.stack([scores[:, 0], 1.0 - scores[:, 1], torch.ones_like(scores[:, 0])], dim=1)

@@ -89,7 +89,7 @@ def test_every_setting_is_documented_and_has_its_bounds_its_unit_and_a_legal_def
     assert (SPECS["train.steps"].legal_values(), SPECS["train.compute_dtype"].legal_values()) == ((), get_args(Dtype))
 
 
-def test_yaml_text_comes_back_unchanged(tmp_path: Path) -> None:
+def test_yaml_text_round_trips(tmp_path: Path) -> None:
     config = replace(
         RunConfig(),
         train=replace(RunConfig().train, profile="2:4", peak_flops_per_device=1e12),
@@ -188,7 +188,7 @@ def test_files_of_earlier_runs_say_what_is_so_without_the_setting() -> None:
         assert problem.startswith(f"{key}: no such setting any more; "), problem
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     values = {"modle": {}, "train": {"steps": "x", "seqlen": 3}, "attention": {"preset": "y"}, "data": 4}
     keys = [problem.partition(":")[0] for problem in problems_of(values)]
     assert keys == ["modle", "attention.preset", "train.seqlen", "train.steps", "data"]

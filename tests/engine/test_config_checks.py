@@ -49,8 +49,8 @@ memory.host_layers=1 | memory.host_layers=1 says how many layers keep in host me
 attention.mask=vertical_slash & attention.vertical_blocks=[1, -1] |
     attention.vertical_blocks: got (1, -1), but blocks count from 0
 attention.mask=vertical_slash & attention.slash_blocks=[0, -1] |
-    attention.slash_blocks: got (0, -1); distances begin with 0
-attention.mask=vertical_slash & attention.slash_blocks=[] | attention.slash_blocks: got (); distances begin with 0
+    attention.slash_blocks: got (0, -1), expected distances from 0 on
+attention.mask=vertical_slash & attention.slash_blocks=[] | attention.slash_blocks: got (), expected distances from 0 on
 model.num_kv_heads=3 | model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4
 model.num_kv_heads=8 | model.num_kv_heads: got 8
 model.head_dim=63 | model.head_dim: got 63, expected an even number
@@ -211,7 +211,7 @@ attention.preset=ring & parallel.cp_size=3
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_rule_is_the_only_one_told(case: str) -> None:
+def test_a_broken_rule_is_reported_once(case: str) -> None:
     settings, text = case.split(" | ")
     with pytest.raises(ConfigError) as caught:
         check_run(config(settings))
@@ -274,7 +274,7 @@ def test_files_of_this_machine_are_looked_for_only_if_ranks_run_on_it(cluster: s
     assert found.cluster.runs_elsewhere != is_looked_for
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_broken_rules_are_reported_together() -> None:
     optimizer = "optimizer.beta1=2.0 & optimizer.warmup_steps=500"
     broken = config(f"model.head_dim=63 & {optimizer} & train.profile=x & data.format=text & {RANKS4}")
     keys = [problem.text.partition(":")[0].partition(" ")[0] for problem in problems(broken)]
@@ -290,7 +290,7 @@ def test_paths_start_from_the_working_folder(tmp_path: Path, monkeypatch: pytest
     assert problems(relative) == []
 
 
-def test_of_nonsense_numbers_that_alone_is_told() -> None:
+def test_nonsense_numbers_give_one_message() -> None:
     around = f"{RANKS4} & attention.preset=ring"
     for value in (0, -1, -4):
         for key in (

@@ -42,7 +42,7 @@ def test_hints_name_settings_that_exist() -> None:
         ("seqlen", "train.seq_len"),
     ],
 )
-def test_a_word_of_another_trainer_is_told_what_to_set(key: str, setting: str) -> None:
+def test_a_setting_of_another_trainer_gets_the_name_used_here(key: str, setting: str) -> None:
     assert setting in unknown_key(key, KEYS).text
 
 
@@ -61,7 +61,7 @@ def test_a_word_of_another_trainer_is_told_what_to_set(key: str, setting: str) -
         ("no", "text", None, None),
     ],
 )
-def test_what_was_meant_is_told(text: str, expected: str, unit: str | None, meant: str | None) -> None:
+def test_a_misspelt_value_gets_a_suggestion(text: str, expected: str, unit: str | None, meant: str | None) -> None:
     assert meant_value(text, expected, unit) == meant
 
 

@@ -22,7 +22,7 @@ def names(folder: Path) -> list[str]:
     ("own", "base", "found"),
     [("", "", "/h/.cache/burst"), ("", "/c", "/c/burst"), ("", "c", "/h/.cache/burst"), ("~/o", "/c", "/h/o")],
 )
-def test_the_cache_lies_where_the_user_keeps_caches(
+def test_the_cache_is_in_the_users_cache_folder(
     monkeypatch: pytest.MonkeyPatch, own: str, base: str, found: str
 ) -> None:
     for name, value in (("HOME", "/h"), ("BURST_CACHE_DIR", own), ("XDG_CACHE_HOME", base)):
@@ -60,7 +60,7 @@ def test_a_file_is_its_owners_alone_unless_it_is_shared(tmp_path: Path) -> None:
     assert modes == [0o600, 0o640, 0o750]
 
 
-def test_what_is_no_object_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_a_value_that_is_no_object_is_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("[1]")
     told = {"gone": "is missing", "list": "cannot be read: expected a JSON object, found list"}
     for name, reason in (told | {"": "cannot be read: Is a directory"}).items():
@@ -75,7 +75,7 @@ def test_json_is_written_for_people_whatever_the_order_and_hashed_without_it(tmp
     assert hash_json({"a": 1, "b": 2}) == hash_json({"b": 2, "a": 1})
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_new_folder_is_never_partial(tmp_path: Path) -> None:
     with pytest.raises(KeyError), new_folder(tmp_path / "deep/er/a") as work:
         {}[(work / "part").write_text("half")]
     assert names(tmp_path) == []

@@ -56,7 +56,7 @@ def test_a_falling_loss_and_an_even_one_are_no_spikes() -> None:
     assert all(guard.judge(step, 2.0 + 0.01 * (step % 2), 1.0).taken for step in range(100))
 
 
-def test_too_few_losses_tell_nothing() -> None:
+def test_too_few_losses_detect_no_spike() -> None:
     guard = Guard(GuardConfig(spike_deviations=1.0))
     for step in range(8):
         assert guard.judge(step, 10.0**step, 1.0).taken

@@ -314,7 +314,7 @@ def test_a_model_without_context_parallelism_refuses_the_rows_of_a_rank(
 
 
 @pytest.mark.parametrize("lost", ["position_ids", "shift_labels", "num_items_in_batch"])
-def test_an_argument_that_was_lost_on_its_way_is_named(lost: str) -> None:
+def test_a_lost_argument_is_named(lost: str) -> None:
     model = build("llama", torch.float32)
     inputs = enable_context_parallel(model, local_parallel()).shard_inputs(make_tokens(), make_tokens())
     with pytest.raises(ValueError, match=rf"(no|without) {lost}.* must pass them on"):
@@ -328,7 +328,7 @@ def test_position_ids_of_other_rows_are_refused() -> None:
         model(**inputs | {"position_ids": inputs["position_ids"] + 1})
 
 
-def test_a_loss_of_ones_own_needs_no_labels() -> None:
+def test_a_custom_loss_needs_no_labels() -> None:
     """What takes the logits alone may drop all that belongs to the loss."""
     model = build("llama", torch.float32)
     inputs = enable_context_parallel(model, local_parallel()).shard_inputs(make_tokens(), make_tokens())
@@ -361,7 +361,7 @@ def test_labels_are_shifted_within_documents() -> None:
     assert shift_labels(labels, (0, 1, 4)).tolist() == [[-100, 2, 3, -100, 5, -100]]
 
 
-def test_without_transformers_the_error_says_what_to_install() -> None:
+def test_without_transformers_the_error_names_the_package() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
         "import torch, engine.attention.hugging_face, engine.config.errors\n"

@@ -79,7 +79,7 @@ def test_a_cpu_is_measured_once_and_its_peak_kept_with_the_conditions(
     assert find_peak(train, cpu).flops_per_s not in (None, 1234.5)
 
 
-def test_other_conditions_have_a_peak_of_their_own(tmp_path: Path) -> None:
+def test_other_conditions_have_another_cached_peak(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):

@@ -11,24 +11,24 @@ from engine.device.row_blocks import (
     FakeRun,
     acts_as_accelerator,
     is_fake_accelerator,
-    rehearse,
     row_blocks,
     spans,
+    use_fake_run,
 )
 
 CPU = torch.device("cpu")
 
 
 def test_a_rehearsal_visits_the_first_two_spans_and_the_last() -> None:
-    with rehearse(FakeRun()):
+    with use_fake_run(FakeRun()):
         assert list(spans(45, 10)) == [slice(0, 10), slice(10, 20), slice(40, 45)]
         assert list(spans(25, 10)) == [slice(0, 10), slice(10, 20), slice(20, 25)]
     assert len(list(spans(45, 10))) == 5
 
 
-def test_blocks_of_a_rehearsed_accelerator_are_as_large_as_on_one() -> None:
+def test_blocks_in_a_fake_run_are_as_large_as_on_an_accelerator() -> None:
     on_cpu = next(iter(row_blocks(2**20, 2**10, CPU)))
-    with rehearse(FakeRun(as_accelerator=True)):
+    with use_fake_run(FakeRun(as_accelerator=True)):
         assert acts_as_accelerator(CPU)
         in_rehearsal = next(iter(row_blocks(2**20, 2**10, CPU)))
     assert in_rehearsal == next(iter(row_blocks(2**20, 2**10, torch.device("cuda"))))
@@ -37,12 +37,12 @@ def test_blocks_of_a_rehearsed_accelerator_are_as_large_as_on_one() -> None:
 
 def test_a_rehearsal_stays_in_its_thread_and_body() -> None:
     seen: list[bool] = []
-    with rehearse(FakeRun(as_accelerator=True)):
+    with use_fake_run(FakeRun(as_accelerator=True)):
         other = threading.Thread(target=lambda: seen.append(acts_as_accelerator(CPU)))
         other.start()
         other.join()
     assert seen == [False]
-    with pytest.raises(ValueError, match="broken"), rehearse(FakeRun(as_accelerator=True)):
+    with pytest.raises(ValueError, match="broken"), use_fake_run(FakeRun(as_accelerator=True)):
         raise ValueError("broken")
     assert not acts_as_accelerator(CPU)
     assert acts_as_accelerator(torch.device("cuda"))

@@ -147,7 +147,7 @@ def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> N
 
 
 @pytest.mark.parametrize("way", [["starting"], ["starting", "running"]])
-def test_a_run_that_began_can_only_start_again_when_its_process_is_gone(run: RunFolder, way: list[str]) -> None:
+def test_a_started_run_restarts_only_after_its_process_ended(run: RunFolder, way: list[str]) -> None:
     for state in way:
         run.transition(state)
     assert run.is_alive() is True
@@ -227,7 +227,7 @@ def test_events_carry_time_and_kind_and_those_of_saves_their_steps(run: RunFolde
     assert run.saved_steps() == [3]
 
 
-def test_log_path_keeps_hostile_host_names_inside_the_run(run: RunFolder) -> None:
+def test_log_path_of_a_hostile_host_name_is_inside_the_run(run: RunFolder) -> None:
     assert run.log_path("node-1.local", 12) == run.path / "logs" / "node-1.local" / "rank0012.log"
     assert run.log_path("../../etc", 0) == run.path / "logs" / "_.._etc" / "rank0000.log"
     assert run.log_dir("..") == run.path / "logs" / "_"

@@ -60,7 +60,7 @@ def test_dumped_text_is_the_same_text_for_this_reader_and_for_yaml_1_1(text: str
         ("a: 1\nb: {c: 1\n", "line 2: "),
     ],
 )
-def test_what_is_no_configuration_is_told_with_its_line(text: str, words: str) -> None:
+def test_invalid_yaml_is_reported_with_its_line(text: str, words: str) -> None:
     with pytest.raises(yaml.YAMLError) as raised:
         load_yaml(text)
     assert words in yaml_problem(raised.value, text)

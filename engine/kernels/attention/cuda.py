@@ -40,7 +40,7 @@ def window_of(band: Band) -> Window:
     shift = band.num_keys - band.num_queries
     if band.is_causal:
         assert shift == 0, band
-        return Window(-1, -1)  # said by the causal flag
+        return Window(-1, -1)  # the causal flag expresses it
     left, right = band.high + shift, -shift - band.low
     assert min(left, right) >= 0, band
     return Window(left if band.hides_earlier else -1, right if band.hides_later else -1)
@@ -68,9 +68,9 @@ def understood(window: Window, num_queries: int, num_keys: int) -> bool:
 
 
 def window_calls(band: Band) -> list[Band]:
-    """Calls whose windows FlashAttention understands; together all rows, each once. One, unless queries outnumber keys.
+    """Split a band into calls that FlashAttention's windows can express; one, unless there are more queries than keys.
 
-    At most as many queries as keys are always understood, so the rest is cut into strips of so many.
+    With at most as many queries as keys a band can always be expressed, so it is split into strips of that many rows.
     """
     if band.kind != "band" or understood(window_of(band), band.num_queries, band.num_keys):
         return [band]
@@ -187,6 +187,6 @@ def _is_for_cudnn(band: Band) -> bool:
 
 
 def _aten_flash_options(q: Tensor, band: Band) -> dict[str, Any]:
-    """What both directions of torch's FlashAttention operators are told by name."""
+    """Return the keyword arguments of both directions of torch's FlashAttention operators."""
     window = window_of(band)
     return {"scale": q.shape[-1] ** -0.5, "window_size_left": window.left, "window_size_right": window.right}

@@ -17,7 +17,7 @@ from engine.kernels.attention.base import (
 from engine.kernels.attention.reference import band_bias
 from engine.planning.visibility.mask import Band, row_strips
 
-STRIP_ROWS = 512  # of queries whose bias exists at once
+STRIP_ROWS = 512  # query rows whose bias exists at one time
 _ALIGNED_ROWS = 32  # the operator's lse has a multiple of them, the rest +inf
 _ALIGNED_KEYS = 16  # elements between the rows of a bias
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # the operator's custom_mask_type

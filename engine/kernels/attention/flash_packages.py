@@ -78,7 +78,7 @@ class FlashAttnKernel(PackageKernel):
 
 
 def _flash_attn_options(q: Tensor, band: Band) -> dict[str, Any]:
-    """What both directions are told: no dropout, soft cap or ALiBi."""
+    """Return the arguments of both directions: no dropout, soft cap or ALiBi."""
     window = window_of(band)
     return {
         "dropout_p": 0.0,
@@ -132,7 +132,7 @@ class Flash3Kernel(PackageKernel):
 
 
 def _flash3_options(q: Tensor, band: Band) -> dict[str, Any]:
-    """`sm_margin`: multiprocessors that torch is told to leave to messages, which matrix products leave, too."""
+    """`sm_margin`: SMs that torch leaves free for messages, as matmuls do."""
     window = window_of(band)
     return {
         "softmax_scale": q.shape[-1] ** -0.5,

@@ -64,7 +64,7 @@ class DispatchPass:
     rows_read: RowsRead
 
     @property
-    def own_tasks(self) -> list[Task]:
+    def local_tasks(self) -> list[Task]:
         """Those that this rank computes."""
         return [task for task in self.tasks if task.rank == self.program.rank]
 
@@ -88,7 +88,7 @@ def forward(me: DispatchPass) -> None:
     out_lse = me.argument(Kind.OUT_LSE, "out_lse")
     queries, keys = dispatch(me, "q", q), dispatch(me, "kv", kv)
     partials = partial_results(me, "q", partial)
-    for task in me.own_tasks:
+    for task in me.local_tasks:
         for band in me.visible.bands(task.q_rank, task.kv_rank):
             me.program.tile(COMPUTE, band, queries[task.q_rank], keys[task.kv_rank], partials[task.q_rank])
     combine(me, "q", partials, "merge")
@@ -101,7 +101,7 @@ def backward(me: DispatchPass) -> None:
     dq, dkv = me.argument(Kind.DQ, "dq"), me.argument(Kind.DKV, "dkv")
     queries, keys = dispatch(me, "q", q_dout), dispatch(me, "kv", kv)
     dqs, dkvs = partial_results(me, "q", dq), partial_results(me, "kv", dkv)
-    for task in me.own_tasks:
+    for task in me.local_tasks:
         i, j = task.q_rank, task.kv_rank
         for band in me.visible.bands(i, j):
             me.program.tile(COMPUTE, band, queries[i], keys[j], dqs[i], dkvs[j])

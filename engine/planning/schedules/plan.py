@@ -92,7 +92,7 @@ def trace_method(
     traces = {}
     for name, one in _passes(mask, blocks, recompute_before).items():
         program = Program(one.direction, rank, method.cp_size)
-        _write_program(program, one, method, blocks, {}, plans_one_rank=True)
+        _write_program(program, one, method, blocks, {}, plans_single_rank=True)
         traces[name] = trace_program(program)
     return traces
 
@@ -119,10 +119,10 @@ def plan_backward(method: AttentionMethod, visible: Visibility, blocks: Blocks) 
 def _plan_pass(one: _Pass, method: AttentionMethod, blocks: Blocks, only: Collection[int] | None) -> AttentionPlan:
     """Plans of one pass, for some ranks or (None) for all, each written by itself."""
     rows_needed_cache: RowsNeededCache = {}
-    plans_one_rank = only is not None and len(only) == 1
+    plans_single_rank = only is not None and len(only) == 1
 
     def write(program: Program) -> None:
-        _write_program(program, one, method, blocks, rows_needed_cache, plans_one_rank=plans_one_rank)
+        _write_program(program, one, method, blocks, rows_needed_cache, plans_single_rank=plans_single_rank)
 
     return plan_ranks(one.direction, method.cp_size, only, write)
 
@@ -134,14 +134,14 @@ def _write_program(
     blocks: Blocks,
     rows_needed_cache: RowsNeededCache,
     *,
-    plans_one_rank: bool,
+    plans_single_rank: bool,
 ) -> None:
     query_rows = one.query_rows[blocks.grid.coordinates(program.rank)[0]] if one.query_rows else None
     if method.chunk_tokens is not None:
         chunked = chunks.Forward if one.direction == "forward" else chunks.Backward
         chunked(program, one.visible, method, blocks, query_rows).write()
         return
-    whole = WholeBlocks(program, one.visible, method, blocks, rows_needed_cache, plans_one_rank=plans_one_rank)
+    whole = WholeBlocks(program, one.visible, method, blocks, rows_needed_cache, plans_single_rank=plans_single_rank)
     if one.direction == "forward":
         whole.forward(query_rows)
     else:

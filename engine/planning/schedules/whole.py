@@ -57,7 +57,7 @@ class WholeBlocks:
 
     visible             the mask and the layout
     rows_needed_cache   shared by the ranks that are planned together
-    plans_one_rank      whether only this rank is planned: then only what its messages depend on is worked out
+    plans_single_rank      whether only this rank is planned: then only what its messages depend on is worked out
     query_rows          forward again: how many first rows of the block are computed, out and lse of the others were
                         saved; None: all rows
     """
@@ -70,10 +70,10 @@ class WholeBlocks:
         blocks: Blocks,
         rows_needed_cache: RowsNeededCache,
         *,
-        plans_one_rank: bool,
+        plans_single_rank: bool,
     ) -> None:
         self.program, self.visible, self.method = program, visible, method
-        self.rows_needed_cache, self.plans_one_rank = rows_needed_cache, plans_one_rank
+        self.rows_needed_cache, self.plans_single_rank = rows_needed_cache, plans_single_rank
         self.is_recompute = visible.mask.query_stop is not None
         self.ring_rank, head = blocks.grid.coordinates(program.rank)
         self.ranks, self.heads = blocks.grid.ring(head), HeadPart(head, blocks.grid.heads)
@@ -270,7 +270,7 @@ class WholeBlocks:
 
     def _pairs(self, grid: RingGrid) -> dict[str, Collection[int]]:
         """Blocks of which all readers matter, and readers of which all blocks do."""
-        if not self.plans_one_rank:
+        if not self.plans_single_rank:
             return {"blocks": range(grid.size), "readers": range(grid.size)}
         if self.method.kv_transport == "all_gather":
             return {"blocks": (self.ring_rank,), "readers": (self.ring_rank,)}

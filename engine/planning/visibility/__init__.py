@@ -1,1 +1,1 @@
-"""Which positions a rank holds, and which see which."""
+"""Layouts (which positions each rank holds) and masks (which query attends to which key)."""

@@ -1,9 +1,9 @@
-"""A layout solved from masks: equal tokens on every rank, and nearly equal visible pairs.
+"""Solves a layout from masks: equal tokens on every rank and nearly equal visible pairs.
 
-The sequence is cut into 2 * size * k chunks of equal length, the cost of a chunk is the number of visible pairs of its
-queries, and every rank gets 2 * k chunks. Assignments of few fragments are tried first, because they give larger tiles
-and fewer messages: a window keeps its contiguous blocks and plain causality its zigzag. Pure and deterministic: all
-ranks solve alone and agree.
+The sequence is split into 2 * size * k chunks of equal length; the cost of a chunk is the number of visible pairs of
+its queries, and every rank gets 2 * k chunks. Assignments with few fragments are tried first, because they give larger
+tiles and fewer messages: a window gets contiguous blocks, a plain causal mask a zigzag. Pure and deterministic, so all
+ranks find the same layout without communication.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from engine.planning.visibility.mask import Mask
 Costs = npt.NDArray[np.int64]  # visible pairs per chunk
 Assignment = npt.NDArray[np.int64]  # [size, chunks per rank]: chunk numbers
 
-TOLERANCE = 0.05  # pairs that the busiest rank may have above an equal share
-FINEST_CUT = 32  # k of the finest cut tried
+TOLERANCE = 0.05  # excess of the busiest rank over the mean, as a fraction of the mean
+FINEST_CUT = 32  # largest k
 
 
 def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list[range]]:
-    """Ascending ranges of positions for every rank; token counts differ by at most one chunk.
+    """Return ascending ranges of positions for every rank; token counts differ by at most one chunk.
 
-    masks    one per layer, repetitions welcome (pairs are summed over the layers)
+    Args:
+        masks: One per layer; pairs are summed over layers.
+        seq_len: Positions.
+        size: Ranks.
     """
     finest = 1
-    # all 2 * k chunks of a rank may be one token longer than another's: together no more than one chunk
+    # Each of the 2 * k chunks of a rank may be one token longer than another's; together at most one chunk.
     while finest < FINEST_CUT and 4 * size * (2 * finest) ** 2 <= seq_len:
         finest *= 2
     total = 2 * size * finest
@@ -40,7 +43,7 @@ def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list
 
 
 def _solve(costs: Costs, size: int) -> Assignment:
-    """The first assignment within tolerance; else the most level of all."""
+    """Return the first assignment within tolerance, else the most balanced one."""
     best, least = np.zeros((0, 0), dtype=np.int64), np.inf
     for chunk_costs, assignment in _candidates(costs, size):
         excess = imbalance(chunk_costs, assignment)
@@ -52,7 +55,7 @@ def _solve(costs: Costs, size: int) -> Assignment:
 
 
 def imbalance(costs: Costs, assignment: Assignment) -> float:
-    """How far the busiest rank lies above an equal share, as a fraction of it; nobody waits for an idle rank."""
+    """Return the excess of the busiest rank over the mean as a fraction of the mean; idle ranks delay no other."""
     loads = costs[assignment].sum(axis=1)
     mean = float(loads.sum()) / len(loads)
     return float(loads.max()) / mean - 1 if mean else 0.0
@@ -66,7 +69,7 @@ def _pairs_before(masks: Sequence[Mask], edges: Costs) -> Costs:
 
 
 def _candidates(costs: Costs, size: int) -> Iterator[tuple[Costs, Assignment]]:
-    """Cuts (as costs of their chunks) with assignments: one, then two, then many fragments per rank."""
+    """Yield costs of chunks with an assignment: one, then two, then many fragments per rank."""
     chunks = [2 * size << power for power in range((len(costs) // (2 * size)).bit_length())]
     cuts = [costs.reshape(count, -1).sum(axis=1) for count in chunks]
     halves = np.arange(2 * size, dtype=np.int64)
@@ -79,21 +82,22 @@ def _candidates(costs: Costs, size: int) -> Iterator[tuple[Costs, Assignment]]:
 
 
 def _largest_first(costs: Costs, size: int) -> Assignment:
-    """Longest processing time first, with equal counts: each group of `size` chunks of similar cost is dealt out, the
-    dearest to the rank that has least (Graham 1969, in rounds).
+    """Assign chunks by longest processing time first (Graham 1969), in rounds so that counts are equal.
+
+    In each round the `size` next most expensive chunks are assigned, the most expensive to the least loaded rank.
     """
-    dearest_first = np.argsort(-costs, kind="stable").reshape(-1, size)
+    most_expensive_first = np.argsort(-costs, kind="stable").reshape(-1, size)
     loads = np.zeros(size, dtype=np.int64)
-    assignment = np.empty((size, len(dearest_first)), dtype=np.int64)
-    for turn, group in enumerate(dearest_first):
+    assignment = np.empty((size, len(most_expensive_first)), dtype=np.int64)
+    for index, group in enumerate(most_expensive_first):
         least_first = np.argsort(loads, kind="stable")
-        assignment[least_first, turn] = group
+        assignment[least_first, index] = group
         loads[least_first] += costs[group]
     return assignment[np.argsort(assignment.min(axis=1), kind="stable")]
 
 
 def _swapped(costs: Costs, assignment: Assignment, limit: int) -> Assignment:
-    """At most `limit` exchanges of one chunk between the busiest and the idlest rank, each the most levelling one."""
+    """Improve an assignment by at most `limit` swaps of two chunks between the busiest and the least loaded rank."""
     assignment = assignment.copy()
     loads = costs[assignment].sum(axis=1)
     share = loads.sum() / len(loads)

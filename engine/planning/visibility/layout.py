@@ -1,4 +1,4 @@
-"""Layouts: which global positions every rank holds, as lists of arithmetic progressions.
+"""Layouts: the global positions that each rank holds, as lists of arithmetic progressions.
 
     seq_len=8, size=2             rank 0            rank 1
     contiguous                    0 1 2 3           4 5 6 7
@@ -6,11 +6,11 @@
     striped                       0 2 4 6           1 3 5 7
     chunk_cyclic, 2 chunks        0 1 | 4 5         2 3 | 6 7
     per_document, starts 0 and 4  0 3 | 4 7         1 2 | 5 6
-    balanced                      whatever gives equal tokens and equal work under the masks
+    balanced                      solved for equal tokens and equal work under the masks (balance.py)
     split_zigzag, split at 4      0 3 | 4 7         1 2 | 5 6
 
-Plain integers: a layout is made and tested without torch or a process group. Tokens, labels and positions must all be
-permuted by the same layout, labels after they were shifted.
+Plain integers, without torch or a process group. Tokens, labels and positions must be permuted by the same layout, and
+labels must be shifted before.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from engine.planning.visibility.mask import Mask
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of positions 0 .. seq_len-1 to `size` ranks; blocks may differ in length.
+    """Assignment of positions 0 .. seq_len - 1 to `size` ranks, whose blocks may differ in length.
 
-    All segments have the same step.
+    segments[rank] are the rank's positions in ascending order; all segments have the same step.
     """
 
     segments: tuple[tuple[range, ...], ...]
@@ -52,23 +52,27 @@ class Layout:
         return sum(self.row_counts)
 
     def rows_before(self, rank: int, position: int) -> int:
-        """How many rows of `rank` lie before a position; they are its first rows, because rows ascend in position."""
+        """Return the number of rows of `rank` before a position; they are its first rows, since rows ascend."""
         return sum(len(range(s.start, min(s.stop, position), s.step)) for s in self.segments[rank])
 
     def positions(self, rank: int) -> npt.NDArray[np.int64]:
-        """Global positions [rows] of `rank`, in local order."""
+        """Return the global positions of the rows of `rank`, [rows] int64."""
         return np.concatenate([np.arange(0), *(np.arange(s.start, s.stop, s.step) for s in self.segments[rank])])
 
 
 def build_layout(
     name: LayoutName, seq_len: int, size: int, *, masks: Sequence[Mask] = (), chunks: int = 1, split_at: int = 0
 ) -> Layout:
-    """Layout of `seq_len` positions on `size` ranks; lengths that do not divide give unequal blocks.
+    """Build a layout of `seq_len` positions on `size` ranks; if the length does not divide, blocks differ in length.
 
-    masks      one per layer, repetitions welcome: per_document takes their documents, balanced their visible pairs
-    chunks     chunks per rank of chunk_cyclic: chunk i of rank p is the global sub-chunk i * size + p
-    split_at   border between the two zigzags of split_zigzag: causal attention is balanced, and so is that of the
-               queries before the border alone. 0 or seq_len: one zigzag
+    Args:
+        name: Of the layout.
+        seq_len: Padded length.
+        size: Ranks.
+        masks: One per layer; per_document uses their documents, balanced their visible pairs.
+        chunks: Chunks per rank of chunk_cyclic: chunk i of rank p is the global chunk i * size + p.
+        split_at: Border between the two zigzags of split_zigzag, so that causal attention is balanced over all queries
+            and over those before the border. 0 or seq_len: one zigzag.
     """
     segments: Sequence[Sequence[range]]
     if name in ("contiguous", "chunk_cyclic"):
@@ -89,7 +93,7 @@ def build_layout(
 
 
 def shard_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: int) -> tuple[int, int]:
-    """Rows [start, stop) of a ring rank that head rank `head_rank` holds of chunk `chunk` before the head exchange.
+    """Return the rows [start, stop) of a ring rank's chunk that head rank `head_rank` holds before the head exchange.
 
     total_rows=10, heads=2, chunks=2      head rank 0: [0, 2) [5, 7)      head rank 1: [2, 5) [7, 10)
     """
@@ -99,10 +103,10 @@ def shard_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: 
 
 
 def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[tuple[range, ...], ...], ...]:
-    """Segments [ring rank][head rank] that each rank holds outside attention, when `heads` ranks share a ring rank.
+    """Return the segments [ring rank][head rank] that each rank holds outside attention, with `heads` head ranks.
 
-    Every ring rank's rows are cut into `chunks` pieces and each of these into `heads` pieces (`shard_rows`); a head
-    rank holds its pieces of all chunks in order. The exchange of a chunk over the head ranks so yields consecutive
+    The rows of a ring rank are split into `chunks` chunks and each chunk into `heads` shards (`shard_rows`); a head
+    rank holds its shards of all chunks in order. So the all-to-all of a chunk over the head ranks yields consecutive
     rows of the ring rank's block.
     """
     return tuple(
@@ -121,7 +125,7 @@ def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[
 
 
 def _rows_of(segments: Sequence[range], first: int, stop: int) -> list[range]:
-    """Rows [first, stop) of a list of segments."""
+    """Return rows [first, stop) of a list of segments."""
     parts = []
     for segment in segments:
         parts.append(segment[max(0, first) : max(0, stop)])
@@ -130,20 +134,19 @@ def _rows_of(segments: Sequence[range], first: int, stop: int) -> list[range]:
 
 
 def _chunk(index: int, seq_len: int, chunks: int, first: int = 0) -> range:
-    """Number `index` of the chunks of positions [first, first + seq_len)."""
+    """Return chunk `index` of `chunks` equal chunks of the positions [first, first + seq_len)."""
     return range(first + index * seq_len // chunks, first + (index + 1) * seq_len // chunks)
 
 
 def _zigzag(rank: int, first: int, stop: int, size: int) -> list[range]:
-    """Chunk `rank` and its mirror image among the 2*size of positions [first, stop): every rank gets the same causal
-    work.
-    """
+    """Return chunks `rank` and 2 * size - 1 - `rank` of 2 * size: all ranks have the same causal work."""
     return [_chunk(index, stop - first, 2 * size, first) for index in (rank, 2 * size - 1 - rank)]
 
 
 def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[range]]:
-    """Every document in zigzag over all ranks; tokens left over go to the ranks that have fewest, so that blocks differ
-    by at most one row. Padding counts as one more document.
+    """Shard every document in zigzag over all ranks; padding counts as a document.
+
+    Remaining tokens go to the ranks with fewest rows, so that blocks differ by at most one row.
     """
     starts = list(masks[0].documents or (0,)) if masks else [0]
     if masks and masks[0].seq_len < seq_len:
@@ -154,7 +157,7 @@ def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[r
         base, extra = divmod(stop - start, 2 * size)
         fewest_first = np.argsort(rows, kind="stable")
         counts = np.full(2 * size, base, dtype=np.int64)
-        # the second half first: where only few ranks get a token, they get it in the mirrored chunk
+        # The second half first: if only some ranks get a token, they get it in their mirrored chunk.
         counts[2 * size - 1 - fewest_first[: min(extra, size)]] += 1
         counts[fewest_first[: max(0, extra - size)]] += 1
         edges = (start + np.concatenate([[0], np.cumsum(counts)])).tolist()
@@ -166,7 +169,7 @@ def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[r
 
 
 def _merged(segments: Sequence[range]) -> tuple[range, ...]:
-    """The same positions with empty segments dropped and neighbours joined."""
+    """Return the same positions without empty segments and with adjacent segments joined."""
     merged: list[range] = []
     for segment in filter(len, segments):
         if merged and merged[-1][-1] + segment.step == segment.start:

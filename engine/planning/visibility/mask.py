@@ -1,12 +1,12 @@
-"""Masks: which query may see which key, as bands over blocks of rows.
+"""Masks: which query attends to ("sees") which key, as bands over blocks of rows.
 
-One band (low, high) covers full, causal, windowed and offset causal visibility between two progressions of equal
+A band (low, high) expresses full, causal, windowed and offset causal visibility between two progressions of equal
 stride, striped layouts included: query row i sees key row j iff low <= i - j <= high. Documents, sinks and block lists
-are more tiles, never another kind of tile.
+become more tiles, never another kind of tile.
 
-A whole mask is disjoint rectangles of positions, each with one band over position differences: (q_low, q_high, k_low,
-k_high, low, high), the query at position q in [q_low, q_high) sees the key at position k in [k_low, k_high) iff
-low <= q - k <= high. They are kept as one int64 table [n, 6] because a mask may have 10^5 of them.
+A mask is a set of disjoint rectangles of positions, each with one band over position differences, (q_low, q_high,
+k_low, k_high, low, high): the query at position q in [q_low, q_high) sees the key at position k in [k_low, k_high) iff
+low <= q - k <= high. They are one int64 table [n, 6], because a mask may have 10^5 of them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy.typing as npt
 from engine.config.errors import ConfigError
 
 Table = npt.NDArray[np.int64]
-UNBOUNDED = 1 << 40  # a difference that no two positions have
+UNBOUNDED = 1 << 40  # larger than any difference of positions
 
 
 class BlockRectangle(NamedTuple):
-    """Query blocks [q_first, q_stop) that all see key blocks [k_first, k_stop)."""
+    """Query blocks [q_first, q_stop), each of which sees all key blocks [k_first, k_stop)."""
 
     q_first: int
     q_stop: int
@@ -38,9 +38,9 @@ class BlockRectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockList:
-    """Block-sparse visibility: query block a sees key block b iff a rectangle holds (a, b); blocks of `block_size`.
+    """Block-sparse visibility: query block a sees key block b iff a rectangle contains (a, b); `block_size` in tokens.
 
-    Rectangles are disjoint; `from_pairs` and `from_runs` make few and large ones of any list.
+    Rectangles are disjoint; `from_pairs` and `from_runs` build few large ones.
     """
 
     block_size: int
@@ -48,7 +48,7 @@ class BlockList:
 
     @classmethod
     def from_pairs(cls, block_size: int, pairs: Iterable[tuple[int, int]] | Table) -> BlockList:
-        """The list of these (query block, key block) pairs, in any order, repetitions allowed; or an array [n, 2]."""
+        """Build a list of (query block, key block) pairs, or [n, 2], in any order, duplicates allowed."""
         listed = pairs if isinstance(pairs, np.ndarray) else np.array(list(pairs), dtype=np.int64)
         table = np.unique(listed.reshape(-1, 2), axis=0)
         if not len(table):
@@ -61,9 +61,9 @@ class BlockList:
 
     @classmethod
     def from_runs(cls, block_size: int, rows: Table, first: Table, stop: Table) -> BlockList:
-        """Query block rows[i] sees key blocks [first[i], stop[i]); runs of a row neither touch nor overlap.
+        """Build a list in which query block rows[i] sees key blocks [first[i], stop[i]).
 
-        The same run in consecutive rows becomes one rectangle.
+        Runs of a row must neither touch nor overlap. Equal runs in consecutive rows become one rectangle.
         """
         order = np.lexsort((rows, stop, first))
         rows, first, stop = rows[order], first[order], stop[order]
@@ -76,7 +76,7 @@ class BlockList:
 
 
 def build_rectangles(mask: Mask) -> Table:
-    """All rectangles [n, 6] of a mask, sorted by q_low."""
+    """Return all rectangles of a mask, [n, 6] int64 sorted by q_low."""
     tables = _document_rectangles(mask)
     if mask.blocks is not None:
         tables = [_within_blocks(table, mask.blocks) for table in tables]
@@ -90,7 +90,7 @@ def build_rectangles(mask: Mask) -> Table:
 
 
 def _document_rectangles(mask: Mask) -> list[Table]:
-    """Tables whose query and key ranges are each ascending and disjoint: whole documents, sinks, windows."""
+    """Return tables of rectangles of whole documents, sinks and windows; in each, ranges are ascending and disjoint."""
     starts = np.array(mask.documents or (0,), dtype=np.int64)
     stops = np.append(starts[1:], mask.seq_len)
     causal_low = 0 if mask.causal else -UNBOUNDED
@@ -112,7 +112,7 @@ def _table(q_low: Table, q_high: Table, k_low: Table, k_high: Table, low: int, h
 
 
 def _within_blocks(table: Table, blocks: BlockList) -> Table:
-    """Every rectangle cut to every block rectangle that it meets."""
+    """Return the intersection of every rectangle with every block rectangle that it overlaps."""
     rectangles = np.array(blocks.rectangles, dtype=np.int64).reshape(-1, 4) * blocks.block_size
     q_low, q_high, k_low, k_high = rectangles.T
     after_queries = np.searchsorted(table[:, 1], q_low, "right"), np.searchsorted(table[:, 0], q_high, "left")
@@ -127,26 +127,26 @@ def _within_blocks(table: Table, blocks: BlockList) -> Table:
 
 
 def listed(first: Table, count: Table) -> tuple[Table, Table]:
-    """(i, n) for every n of first[i], first[i] + 1, ... (count[i] of them)."""
+    """Return arrays of i and n for every n in first[i] .. first[i] + count[i] - 1."""
     which = np.repeat(np.arange(len(count)), count)
     return which, np.arange(len(which)) - (np.cumsum(count) - count - first)[which]
 
 
 def _trimmed(table: Table) -> Table:
-    """The same visibility with ranges cut to queries and keys that see something; rectangles without any dropped."""
+    """Return the same visibility with ranges trimmed to visible queries and keys, without empty rectangles."""
     q_low, q_high, k_low, k_high, low, high = table.T
     q_first, q_stop = np.maximum(q_low, k_low + low), np.minimum(q_high, k_high + high)
     k_first, k_stop = np.maximum(k_low, q_first - high), np.minimum(k_high, q_stop - low)
     sees = (q_low < q_high) & (k_low < k_high) & (q_first < q_stop)
-    kept: Table = np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1)[sees]
-    return kept
+    trimmed: Table = np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1)[sees]
+    return trimmed
 
 
 def pairs_before(table: Table, positions: Table) -> Table:
-    """Visible pairs [len(positions)] whose query lies before each position.
+    """Return for each position the number of visible pairs whose query is before it, [len(positions)] int64.
 
-    The visible keys of a query at q in a trimmed rectangle are min(k_high, q - low + 1) - max(k_low, q - high): linear
-    in q between four break points, so that the sum over any number of them and queries is a few cumulative sums.
+    A query at q in a trimmed rectangle sees min(k_high, q - low + 1) - max(k_low, q - high) keys, which is linear in q
+    between four break points. So the sum over all rectangles and queries is a few cumulative sums.
     """
     q_low, q_high, k_low, k_high, low, high = table.T
     grows_until = np.clip(k_high + low - 1, q_low, q_high)
@@ -177,10 +177,10 @@ def pairs_before(table: Table, positions: Table) -> Table:
 
 
 class Band(NamedTuple):
-    """Rows [q_start, q_stop) against keys [k_start, k_stop); low <= i - j <= high in rows counted from the two starts.
+    """Query rows [q_start, q_stop) against key rows [k_start, k_stop): row i sees key j iff low <= i - j <= high.
 
-    Without bounds every query sees every key. Three kinds leave `normalise`: full, causal, which is square, and a
-    general band.
+    i and j are counted from the two starts. Without bounds every query sees every key. `normalise` returns three kinds:
+    full, causal (square), and a general band.
     """
 
     q_start: int
@@ -192,36 +192,36 @@ class Band(NamedTuple):
 
     @property
     def num_queries(self) -> int:
-        """Query rows."""
+        """Number of query rows."""
         return self.q_stop - self.q_start
 
     @property
     def num_keys(self) -> int:
-        """Key rows."""
+        """Number of key rows."""
         return self.k_stop - self.k_start
 
     def from_0(self) -> Band:
-        """The same for rows that are numbered from its own first ones."""
+        """Return the same band with both starts at 0."""
         return Band(0, self.num_queries, 0, self.num_keys, self.low, self.high)
 
     @property
     def queries(self) -> slice:
-        """The query rows of a tensor of all."""
+        """Slice of the query rows."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> slice:
-        """The key rows of a tensor of all."""
+        """Slice of the key rows."""
         return slice(self.k_start, self.k_stop)
 
     @property
     def hides_later(self) -> bool:
-        """Whether some query does not see a key because it comes too late."""
+        """Whether some query does not see a key that is too late."""
         return self.low > 1 - self.num_keys
 
     @property
     def hides_earlier(self) -> bool:
-        """Whether some query does not see a key because it lies too far back."""
+        """Whether some query does not see a key that is too far back."""
         return self.high < self.num_queries - 1
 
     @property
@@ -231,12 +231,12 @@ class Band(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether row i sees exactly keys 0..i, of which some see more than one."""
+        """Whether row i sees exactly keys 0 .. i, with more than one key."""
         return self.low == 0 and self.hides_later and not self.hides_earlier
 
     @property
     def kind(self) -> Literal["full", "causal", "band"]:
-        """What it is called."""
+        """Name of its kind."""
         return "full" if self.is_full else "causal" if self.is_causal else "band"
 
     def area(self) -> int:
@@ -244,7 +244,7 @@ class Band(NamedTuple):
         return max(0, self._pairs_from(self.low) - self._pairs_from(self.high + 1))
 
     def of_rows(self, start: int, stop: int) -> Band | None:
-        """What query rows [start, stop) see of it, cut to rows and columns that see something; None: nothing."""
+        """Return the band of query rows [start, stop), trimmed to visible rows and keys; None if none is visible."""
         first_row = max(0, self.low, start - self.q_start)
         last_row = min(self.num_queries, self.high + self.num_keys, stop - self.q_start)
         first_key, last_key = max(0, first_row - self.high), min(self.num_keys, last_row - self.low)
@@ -258,26 +258,27 @@ class Band(NamedTuple):
         return Band(*rows, *keys, self.low + shift, self.high + shift)
 
     def _pairs_from(self, difference: int) -> int:
-        """Pairs with i - j >= difference: row i has clamp(i - difference + 1, 0, num_keys) of them."""
+        """Count pairs with i - j >= difference: row i has clamp(i - difference + 1, 0, num_keys) of them."""
         return self._clamped_sum(self.num_queries - difference) - self._clamped_sum(-difference)
 
     def _clamped_sum(self, last: int) -> int:
-        """Sum of clamp(v, 0, num_keys) over all integers v <= last."""
+        """Return the sum of clamp(v, 0, num_keys) over all integers v <= last."""
         inside = max(0, min(last, self.num_keys))
         return inside * (inside + 1) // 2 + max(0, last - self.num_keys) * self.num_keys
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Visibility between global positions; every condition given must hold.
+    """Visibility between global positions; all given conditions must hold.
 
-    seq_len     real tokens; later positions are padding, seen by nobody and seeing nothing
-    causal      a query sees keys at its own and earlier positions
-    window      a query sees keys less than `window` positions away (backwards only if causal)
-    documents   ascending start positions of packed documents, the first 0; no attention across them
-    blocks      block-sparse list
-    sink        the first `sink` keys of every document are exempt from the window (Xiao et al. 2023, StreamingLLM)
-    query_stop  queries from this position on see nothing; None: all see. Made by `queries_before`
+    Attributes:
+        seq_len: Real tokens; later positions are padding, which sees nothing and is not seen.
+        causal: A query sees keys at its own and earlier positions only.
+        window: A query sees keys less than `window` positions away (backwards only if causal).
+        documents: Ascending start positions of packed documents, the first 0; no attention across them.
+        blocks: Block-sparse list.
+        sink: The first `sink` keys of every document are exempt from the window (Xiao et al. 2023, StreamingLLM).
+        query_stop: Queries from this position on see nothing; None: no limit. Set by `queries_before`.
     """
 
     seq_len: int
@@ -323,7 +324,7 @@ class Mask:
         return self if self.query_stop is None else replace(self, query_stop=None)
 
     def pairs_before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Visible pairs [n] whose query lies before each of `positions` [n]; exact, at any length."""
+        """Return the visible pairs whose query is before each of `positions` [n], [n] int64, exact at any length."""
         return pairs_before(self.rectangles, positions)
 
 

@@ -1,4 +1,4 @@
-"""Masks by name: windows with sinks, and block-sparse patterns as `BlockList`s. No torch.
+"""Builds named masks: windows with sinks, and block-sparse patterns as `BlockList`s. No torch.
 
     6 blocks, causal       strided, stride 3, local 2    vertical_slash, columns (0,), diagonals (0, 3)
     query block 0          x                             x
@@ -35,7 +35,7 @@ DEFAULT_BLOCK_TOKENS = 128
 
 
 def build_mask(kind: MaskKind, seq_len: int, options: AttentionConfig, documents: Sequence[int] = ()) -> Mask:
-    """The mask of this name over `seq_len` tokens; `documents` are ascending start positions, the first 0.
+    """Build the mask of this name over `seq_len` tokens; `documents` are ascending start positions, the first 0.
 
     All kinds but `full` are causal, and each takes its own options. Reads `blocks_file`. Raises ConfigError.
     """
@@ -88,7 +88,7 @@ def vertical_slash_blocks(
 
 
 def _runs(blocks: Sequence[int]) -> Blocks:
-    """Ranges [first, stop) of consecutive numbers, [n, 2]."""
+    """Return ranges [first, stop) of consecutive numbers, [n, 2]."""
     numbers = np.unique(np.array(blocks, dtype=np.int64))
     edges = np.flatnonzero(np.diff(numbers) != 1) + 1
     parts = [part for part in np.split(numbers, edges) if len(part)]
@@ -96,7 +96,7 @@ def _runs(blocks: Sequence[int]) -> Blocks:
 
 
 def _united(first: Blocks, stop: Blocks) -> tuple[Blocks, Blocks, Blocks]:
-    """(row, first, stop) of the fewest runs with the same union as runs [first, stop) of every row [rows, n]."""
+    """Return row, first and stop of the fewest runs with the same union as the runs [first, stop) per row [rows, n]."""
     nowhere = 1 + (int(stop.max()) if stop.size else 0)
     empty = first >= stop
     first, stop = np.where(empty, nowhere, first), np.where(empty, nowhere, stop)
@@ -114,7 +114,7 @@ def _united(first: Blocks, stop: Blocks) -> tuple[Blocks, Blocks, Blocks]:
 
 
 def read_blocks(path: Path, seq_len: int, block_tokens: int | None = None) -> BlockList:
-    """The block list of a file; ConfigError names the file and everything wrong with it.
+    """Read the block list of a file. Raises ConfigError with all its problems.
 
     .json   {"block_tokens": 128, "pairs": [[query block, key block], ...]}
     .npz    arrays `block_tokens` (one integer) and `pairs` [n, 2], integers
@@ -152,7 +152,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError,
 
 
 def _read_file(path: Path) -> tuple[int | None, Blocks]:
-    """(block_tokens or None, pairs [n, 2]) of a file."""
+    """Read block_tokens (None: not given) and pairs [n, 2] of a file."""
     readers = {".json": _read_json, ".npz": _read_npz, ".npy": _read_npy}
     if path.suffix not in readers:
         raise ConfigError(f"{path}: a block list is a file of type {', '.join(readers)}")

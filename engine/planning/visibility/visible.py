@@ -1,8 +1,8 @@
-"""What the blocks of a layout see of each other under a mask, in rank-local rows: bands, and the rows that are needed.
+"""Visibility between the blocks of a layout under a mask, in rank-local rows: bands, and the rows that are needed.
 
-Blocks are segments (arithmetic progressions of positions), a mask is a table of rectangles with bands. All segments
-that meet in a rectangle are found at once, for one block against all or for all against all: a rank that plans for
-itself alone must know how far every block travels, hence what every pair of ranks shares.
+Blocks are segments (arithmetic progressions of positions); a mask is a table of rectangles with bands. All segments
+that overlap in a rectangle are found together, for one block against all or for all pairs: a rank that makes its own
+plan must know how far every block moves, hence what every pair of ranks shares.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Operand = Literal["kv", "q"]
 
-NOWHERE = 1 << 40  # a row that no block has
-LARGEST_BATCH = 1 << 15  # pairs of segments that are looked at together: their columns stay in cache
+NOWHERE = 1 << 40  # larger than any row
+LARGEST_BATCH = 1 << 15  # pairs of segments processed together, so that their columns stay in cache
 
 
 class RowRanges(NamedTuple):
-    """Ranges [start, stop) of rows, one per entry of two arrays of any shape; an empty one starts at NOWHERE and stops
-    at 0, so that minimum and maximum are the hull.
+    """Ranges [start, stop) of rows, one per entry of two arrays of any shape.
+
+    An empty range starts at NOWHERE and stops at 0, so that minimum and maximum give the hull.
     """
 
     start: Integers
@@ -44,17 +45,17 @@ class RowRanges(NamedTuple):
         return RowRanges(np.where(chosen, self.start, NOWHERE), np.where(chosen, self.stop, 0))
 
     def hull(self, axis: int) -> RowRanges:
-        """Hull of all ranges along an axis."""
+        """Return the hull of all ranges along an axis."""
         return RowRanges(self.start.min(axis), self.stop.max(axis))
 
     def up_to_here(self, axis: int) -> RowRanges:
-        """For every range the hull of it and all before it along an axis."""
+        """Return for every range the hull of it and all before it along an axis."""
         return RowRanges(np.minimum.accumulate(self.start, axis), np.maximum.accumulate(self.stop, axis))
 
     def from_here_on(self, axis: int) -> RowRanges:
-        """For every range the hull of it and all behind it along an axis."""
-        turned = RowRanges(np.flip(self.start, axis), np.flip(self.stop, axis)).up_to_here(axis)
-        return RowRanges(np.flip(turned.start, axis), np.flip(turned.stop, axis))
+        """Return for every range the hull of it and all after it along an axis."""
+        flipped = RowRanges(np.flip(self.start, axis), np.flip(self.stop, axis)).up_to_here(axis)
+        return RowRanges(np.flip(flipped.start, axis), np.flip(flipped.stop, axis))
 
 
 class Visibility:
@@ -69,7 +70,7 @@ class Visibility:
         self._of_chunks: dict[int, Visibility] = {}
 
     def of_chunks(self, chunks: int) -> Visibility:
-        """What chunks of the blocks see of each other: that of rank r and chunk c is block number r * chunks + c."""
+        """Return the visibility between chunks of the blocks; chunk c of rank r is block r * chunks + c."""
         if chunks == 1:
             return self
         if chunks not in self._of_chunks:
@@ -78,24 +79,28 @@ class Visibility:
         return self._of_chunks[chunks]
 
     def bands(self, q_rank: int, kv_rank: int, *, of: Operand = "q") -> tuple[Band, ...]:
-        """What queries of `q_rank` see of the keys of `kv_rank`: bands that cover every visible pair exactly once.
+        """Return the bands between queries of `q_rank` and keys of `kv_rank`; they cover each visible pair once.
 
-        of   all that the queries see ("q"), or all that see the keys ("kv"), is worked out at once and remembered
+        of   compute and cache the bands of all keys for these queries ("q"), or of all queries for these keys ("kv")
         """
-        one, other = (q_rank, kv_rank) if of == "q" else (kv_rank, q_rank)
-        if (of, one) not in self._bands:
-            found = self._bands_of(of, one)
-            self._bands[of, one] = {rank: tuple(_joined(bands)) for rank, bands in found.items()}
-        return self._bands[of, one].get(other, ())
+        rank, other = (q_rank, kv_rank) if of == "q" else (kv_rank, q_rank)
+        if (of, rank) not in self._bands:
+            by_rank = self._bands_of(of, rank)
+            self._bands[of, rank] = {peer: tuple(_joined(bands)) for peer, bands in by_rank.items()}
+        return self._bands[of, rank].get(other, ())
 
     def needed(self, operand: Operand, *, blocks: Collection[int], readers: Collection[int]) -> RowRanges:
-        """Rows [block, rank] that every rank needs of `blocks` and that `readers` need of every block, as keys ("kv")
-        or as queries ("q"): the hull of the bands between them. All else is empty.
+        """Return the rows [block, rank] of each block that each rank needs: the hull of the bands between them.
+
+        Args:
+            operand: Rows of the blocks as keys and values ("kv") or as queries ("q").
+            blocks: Blocks for which the rows of all ranks are computed.
+            readers: Ranks for which the rows of all blocks are computed. All other entries are empty.
         """
-        asked = operand, frozenset(blocks), frozenset(readers)
-        if asked not in self._needed:
-            self._needed[asked] = self._rows_needed(operand, blocks, readers)
-        return self._needed[asked]
+        key = operand, frozenset(blocks), frozenset(readers)
+        if key not in self._needed:
+            self._needed[key] = self._rows_needed(operand, blocks, readers)
+        return self._needed[key]
 
     def _rows_needed(self, operand: Operand, blocks: Collection[int], readers: Collection[int]) -> RowRanges:
         size = self.layout.size
@@ -104,7 +109,7 @@ class Visibility:
             for bands in self._shared(operand, own, others):
                 start, stop = (bands.k_start, bands.k_stop) if operand == "kv" else (bands.q_start, bands.q_stop)
                 block, reader = (bands.k_rank, bands.q_rank) if operand == "kv" else (bands.q_rank, bands.k_rank)
-                pair = block * size + reader  # of one index: `at` takes fifty times as long with two
+                pair = block * size + reader  # a flat index: ufunc.at is fifty times slower with two
                 np.minimum.at(table.start, pair, start)
                 np.maximum.at(table.stop, pair, stop)
         return RowRanges(table.start.reshape(size, size), table.stop.reshape(size, size))
@@ -114,16 +119,17 @@ class Visibility:
         columns = [np.concatenate(column) for column in batches]
         if not columns:
             return {}
-        bands, squares = self._own_squares(rank, _Bands(*columns))
+        bands, squares = self._diagonal_squares(rank, _Bands(*columns))
         found = defaultdict(list, {rank: squares})
         others = bands.k_rank if of == "q" else bands.q_rank
         for other, *rows in zip(others.tolist(), *(column.tolist() for column in bands[3:]), strict=True):
             found[other] += normalise(Band(*rows))
         return found
 
-    def _own_squares(self, rank: int, bands: _Bands) -> tuple[_Bands, list[Band]]:
-        """The bands without those between a rank's own rows of a wholly causal document, and one causal band for each
-        such document: a rank's rows ascend in position, whatever its segments.
+    def _diagonal_squares(self, rank: int, bands: _Bands) -> tuple[_Bands, list[Band]]:
+        """Replace the bands within a rank's rows of a causal document by one causal band per document.
+
+        That is valid for any segments, since a rank's rows ascend in position. Returns the remaining and the new bands.
         """
         mask, own = self.mask, self._segments.of_ranks((rank,))
         if not mask.causal or mask.blocks is not None:
@@ -136,21 +142,21 @@ class Visibility:
         if mask.window is not None:
             whole &= stops[document] - starts[document] <= mask.window
         which = np.unique(document[whole])
-        # Rows behind the mask's query_stop ask nothing, and no earlier one sees them.
+        # Rows after the mask's query_stop see nothing, and no earlier row sees them.
         ends = stops[which] if mask.query_stop is None else np.minimum(stops[which], mask.query_stop)
         pairs = zip(own.rows_before(starts[which]).tolist(), own.rows_before(ends).tolist(), strict=True)
         squares = [Band(a, b, a, b, low=0 if b - a > 1 else -UNBOUNDED) for a, b in pairs if a < b]
         return bands.taken(np.flatnonzero(~whole)), squares
 
     def _shared(self, of: Operand, own: Collection[int], others: Collection[int]) -> Iterator[_Bands]:
-        """Bands between the queries (of="q") or keys of some ranks and the other operand of others, in batches."""
+        """Yield bands between the queries (of="q") or keys of ranks `own` and the other operand of `others`."""
         ours, theirs = self._segments.of_ranks(own), self._segments.of_ranks(others)
         columns = self.mask.rectangles.T
         bounds, others_bounds = (columns[:2], columns[2:4]) if of == "q" else (columns[2:4], columns[:2])
         rule, met = listed(*ours.meeting(*bounds))
         ours = ours.taken(met).between(*bounds[:, rule])
         start, stop, low, high = (column[rule] for column in (*others_bounds, *columns[4:]))
-        # A segment sees, or is seen from, no further than the band reaches from its ends.
+        # A segment sees, or is seen from, only positions within the band around its ends.
         before, behind = (-high, -low) if of == "q" else (low, high)
         start = np.maximum(start, ours.start + before)
         stop = np.minimum(stop, ours.start + ours.stride * (ours.length - 1) + behind + 1)
@@ -165,7 +171,7 @@ class Visibility:
 
 
 class _Bands(NamedTuple):
-    """Bands as columns: ranks, the rectangle of the mask, rows of both blocks, and low <= i - j <= high."""
+    """Bands as columns: ranks, index of the mask's rectangle, rows of both blocks, and low <= i - j <= high."""
 
     q_rank: Integers
     k_rank: Integers
@@ -183,13 +189,13 @@ class _Bands(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """Segments in ascending order of their first position, one array entry each."""
+    """Segments as columns, in ascending order of their first position."""
 
     stride: int  # of all
     start: Integers
     length: Integers
     owner: Integers  # rank
-    offset: Integers  # row of the rank's block at which it begins
+    offset: Integers  # first row in the rank's block
 
     @classmethod
     def of(cls, layout: Layout) -> _Segments:
@@ -209,20 +215,20 @@ class _Segments(NamedTuple):
         return _Segments(self.stride, *(column[index] for column in self[1:]))
 
     def rows_before(self, positions: Integers) -> Integers:
-        """How many rows of that rank lie before each position."""
+        """Return the number of rows before each position, for segments of one rank."""
         which = np.maximum(0, np.searchsorted(self.start, positions) - 1)
         inside = -((self.start[which] - positions) // self.stride)
         before: Integers = self.offset[which] + np.clip(inside, 0, self.length[which])
         return before
 
     def between(self, low: Integers, high: Integers) -> _Segments:
-        """What of each segment lies at positions [low, high); it may have less than no length."""
+        """Return the part of each segment at positions [low, high); its length may be negative."""
         first = np.maximum(0, -_divided(self.start - low, self.stride))
         length = np.minimum(self.length, -_divided(self.start - high, self.stride)) - first
         return _Segments(self.stride, self.start + self.stride * first, length, self.owner, self.offset + first)
 
     def meeting(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
-        """Of the segments that may share a position with each range: the first, and how many."""
+        """Return for each range the first segment that may overlap it, and the number of such segments."""
         if self.stride != 1:
             return np.zeros(len(low), dtype=np.int64), np.full(len(low), len(self.start))
         first = np.maximum(0, np.searchsorted(self.start, low, side="right") - 1)
@@ -230,9 +236,9 @@ class _Segments(NamedTuple):
 
 
 def _bands_between(q: _Segments, k: _Segments, rule: Integers, low: Integers, high: Integers) -> _Bands:
-    """What each pair of segments of a rectangle sees, cut to rows that see something; pairs without any dropped.
+    """Return the band of each pair of segments in a rectangle, trimmed to visible rows; pairs without any are dropped.
 
-    Between progressions of one stride a rectangle's band is a band over rows.
+    Between progressions of equal stride a band over positions is a band over rows.
     """
     base = q.start - k.start
     low, high = -_divided(base - low, q.stride), _divided(high - base, q.stride)
@@ -245,12 +251,12 @@ def _bands_between(q: _Segments, k: _Segments, rule: Integers, low: Integers, hi
 
 
 def _divided(positions: Integers, stride: int) -> Integers:
-    """positions // stride; where that is 1, without the division, which takes ten times as long as a sum."""
+    """Return positions // stride, skipping the division for stride 1: it is ten times slower than a sum."""
     return positions if stride == 1 else positions // stride
 
 
 def _joined(bands: list[Band]) -> list[Band]:
-    """The same visibility in fewer bands: full ones that share an edge become one."""
+    """Return the same visibility in fewer bands: full ones that share an edge are joined."""
     full = _merged((b.q_start, b.q_stop, b.k_start, b.k_stop) for b in bands if b.is_full)  # side by side
     full = _merged((k, k_stop, q, q_stop) for q, q_stop, k, k_stop in full)  # one above the other
     whole = [Band(q, q_stop, k, k_stop) for k, k_stop, q, q_stop in full]
@@ -258,7 +264,7 @@ def _joined(bands: list[Band]) -> list[Band]:
 
 
 def _merged(boxes: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Boxes (a, a_stop, b, b_stop); those of one (a, a_stop) that follow each other in b become one."""
+    """Join boxes (a, a_stop, b, b_stop) with equal (a, a_stop) that are adjacent in b."""
     merged: list[tuple[int, int, int, int]] = []
     for box in sorted(boxes):
         if merged and merged[-1][:2] == box[:2] and merged[-1][3] == box[2]:

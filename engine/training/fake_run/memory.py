@@ -1,12 +1,11 @@
-"""Peak memory of a training step on ranks that need not exist: the real step, run on tensors without values.
+"""Predicts the peak memory of a training step by running the real step as one rank on tensors without values.
 
-Model, sharding, layers, attention, loss and optimizer are those of a run, under FakeTensorMode and a process group
-whose messages go nowhere, as one rank of the world. A LiveTensorTracker counts what is alive. What is shortened does
-not change the peak: attention plans (`engine.training.fake_run.stand_ins`), walks over rows
-(`engine.device.row_blocks`), the initial weights, which are not drawn, and the first step, of which only what it leaves
-is made.
+Model, sharding, layers, attention, loss and optimizer are those of a run, under FakeTensorMode and a fake process
+group, as one rank of the world. A LiveTensorTracker counts live bytes. Some parts are shortened without a change of the
+peak: attention plans (`engine.training.fake_run.stand_ins`), loops over rows (`engine.device.row_blocks`), the
+initial weights, which are not drawn, and the first step, of which only the state after it is created.
 
-Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` stands for CUDA attention), the allocator's
+Not seen: what a kernel allocates inside one operation (`StandInFlashKernel` replaces CUDA attention), the allocator's
 fragmentation, CUDA's and NCCL's own memory (`reserve_bytes`), anything that `train.compile` saves, and on CUDA with
 memory.optimizer_store=host the fp32 shards of one FSDP unit on their way to or from the host.
 """
@@ -43,7 +42,7 @@ from engine.config.schema import read_dataclass
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.device.live_tensors import LiveTensorTracker, Peak
-from engine.device.row_blocks import FakeRun, rehearse
+from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.distributed.mesh import open_mesh
 from engine.kernels.attention import select_kernel
 from engine.model.llama import LlamaModel
@@ -57,7 +56,7 @@ from engine.predict.memory import IDLE_S, DeviceKind, MemoryPrediction
 from engine.predict.memory_ranks import reserve_bytes, worst_ranks
 from engine.predict.policy_cost import layers_on_host
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
-from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed_runtime
+from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_runtime
 from engine.training.train_step import RankBatch, TrainStep
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -66,7 +65,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 def predict_memory(
     config: RunConfig, method: AttentionMethod, world: Topology, *, whole: bool = False
 ) -> MemoryPrediction:
-    """The prediction for the ranks of `world`, on the CPU under cluster.backend=gloo, else CUDA; sends nothing.
+    """Predict the memory of the ranks of `world`, on CPUs with cluster.backend=gloo, else CUDA. Not collective.
 
     whole   runs all layers, where a few layers say the same (`shortened`)
 
@@ -92,7 +91,7 @@ def predict_memory(
 
 
 class _Scene:
-    """A configuration and its attention on ranks that are imagined."""
+    """A configuration and its attention on fake ranks."""
 
     def __init__(self, config: RunConfig, method: AttentionMethod, topology: Topology) -> None:
         # Without a limit: what does not fit is to be predicted, too.
@@ -105,7 +104,7 @@ class _Scene:
         self.config, self.method = replace(config, memory=memory, train=train), method
 
     def predict(self, rank: int, *, whole: bool) -> MemoryPrediction:
-        """The prediction of one rank."""
+        """Predict one rank."""
         depths = [(self.config, 1)] if whole else shortened(self.config, self.method)
         steps = [(self._step(rank, config), times) for config, times in depths]
         device = _total([(step.device.phase_peaks, times) for step, times in steps])
@@ -128,19 +127,19 @@ class _Scene:
         )
 
     def _step(self, rank: int, config: RunConfig) -> LiveTensorTracker:
-        """One step, of a run that has made its first: optimizer state and attention's reusable buffers exist."""
+        """Run a step that is not the first: optimizer states and attention's reusable buffers exist."""
         with fake_ranks(rank, self._topology.size):
             mesh = open_mesh(rank, self._degrees, torch.device("cpu"), self._topology)
             attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
             with torch.device("meta"):
                 model = LlamaModel(config.model, config.loss)
-            with rehearse(FakeRun(on_gpu)):  # a store in host memory is a GPU's
+            with use_fake_run(FakeRun(on_gpu)):  # a store in host memory is a GPU's
                 parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
             _fill_library_caches(config)
             offloads = on_gpu and config.memory.optimizer_store == "host"
             classifier = FrameClassifier(("parameters", "gradients", "optimizer") if offloads else ())
             tracker = LiveTensorTracker(classifier)
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(FakeRun(on_gpu)):
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, use_fake_run(FakeRun(on_gpu)):
                 model.to_empty(device=mesh.device)
                 step = TrainStep(config, mesh, model, attention)
                 batches = [_batch(mode, config, step.prepare) for _ in range(config.train.grad_accum_steps)]
@@ -158,7 +157,7 @@ class _Scene:
         return tracker
 
     def _make_buffers(self, attention: ContextParallel, rows: int) -> None:
-        """Runs every layer's plans once."""
+        """Run every layer's plans once, to allocate attention's reusable buffers."""
         config, tp_size = self.config, self._degrees.tp_size
         model, dtype = config.model, getattr(torch, config.train.compute_dtype)
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
@@ -175,11 +174,11 @@ class _Scene:
             dtype = getattr(torch, config.train.compute_dtype)
             kernel = select_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
         group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), kernel)
-        return ContextParallel.of_group(config, group, self.method).with_runtimes(rehearsed_runtime)
+        return ContextParallel.of_group(config, group, self.method).with_runtimes(sampled_runtime)
 
 
 def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfig, int]]:
-    """Runs of few layers, and how often each counts: their sum is the memory of all layers, place by place.
+    """Return runs of few layers with factors, whose weighted sum is the memory of all layers, per position.
 
     Layers beyond the first and the last of a kind add the same bytes each, or each turn of policies and masks does.
     Those that keep on the host are one stretch of layers, those that keep on the device another.
@@ -210,7 +209,7 @@ def _with_layers(config: RunConfig, on_host: int, on_device: int) -> RunConfig:
 
 
 def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:
-    """Peaks of every place, each the sum of so many times those of the parts; `phase` without the place."""
+    """Return the weighted sum of the parts' peaks for every position; `phase` without the position."""
     found = []
     for place in parts[0][0]:
         components: Counter[str] = Counter()
@@ -223,7 +222,7 @@ def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Inside the body this process is `rank` of a world whose messages go nowhere; nothing of it remains after."""
+    """Make this process `rank` of a fake process group inside the body."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -232,14 +231,14 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _fill_library_caches(config: RunConfig) -> None:
-    """torchao computes tables at first use and keeps them, which fails on tensors without values."""
+    """Make torchao compute its cached tables, which it cannot do on tensors without values."""
     layer = nn.Linear(64, 64)
     layer.weight.grad = torch.zeros_like(layer.weight)
     build_optimizer(layer, config.optimizer, config.memory.moments_dtype).step()
 
 
 def _batch(mode: FakeTensorMode, config: RunConfig, prepare: Callable[[Batch], RankBatch]) -> RankBatch:
-    """A batch of one micro-step, without values: every position has a label, and no document ends."""
+    """Build a batch of one micro-step without values: every position has a label, in a single document."""
     size, start = config.train.micro_batch_size, np.zeros(1, dtype=np.int64)
     tokens = np.zeros((size, config.train.seq_len), dtype=np.int64)
     batch = prepare(Batch(tokens, tokens, (start,) * size, tuple(range(size))))
@@ -248,7 +247,7 @@ def _batch(mode: FakeTensorMode, config: RunConfig, prepare: Callable[[Batch], R
 
 
 def main() -> None:
-    """Answers requests of `engine.predict.memory`, a line of JSON each, until none comes for a while."""
+    """Answer requests of `engine.predict.memory`, one line of JSON each, until none arrives for IDLE_S."""
     # Libraries may print; stdout is for the answers alone.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -1,7 +1,7 @@
-"""What stands in for ranks and kernels while a training step runs on tensors without values.
+"""Substitutes for plans and kernels while a training step runs on tensors without values.
 
-A plan's buffers are allocated before its first step, so its later steps add nothing but the temporaries of one tile or
-one local op at a time: a rehearsal runs the largest of each kind once, whatever the number of ranks and steps.
+A plan allocates its buffers before its first step, and its steps only add the temporaries of one tile or local op at a
+time. So a fake run executes the largest of each kind once, whatever the number of ranks and steps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Item = TypeVar("Item")
 _ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this
 
 
-def rehearsed_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
-    """`runtime` with all its plans rehearsed."""
+def sampled_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
+    """Return `runtime` with `sampled_plan` of all its plans."""
     plans = {name: value for name, value in vars(runtime).items() if isinstance(value, RankPlan)}
-    return replace(runtime, **{name: rehearsed(plan) for name, plan in plans.items()})  # type: ignore[arg-type]
+    return replace(runtime, **{name: sampled_plan(plan) for name, plan in plans.items()})  # type: ignore[arg-type]
 
 
-def rehearsed(plan: RankPlan) -> RankPlan:
-    """The same buffers and one step without transfers: of every kind the largest op and the largest tiles.
+def sampled_plan(plan: RankPlan) -> RankPlan:
+    """Return a plan with the same buffers and one step without transfers: the largest op and tiles of every kind.
 
     Partial results are finished after the tiles: only then is there memory for what they become.
     """
@@ -59,11 +59,11 @@ def rehearsed(plan: RankPlan) -> RankPlan:
 
 
 def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: Callable[[Item], int]) -> list[Item]:
-    """The first of the largest items of every kind."""
-    found: dict[Hashable, Item] = {}
+    """Return the largest item of every kind."""
+    largest: dict[Hashable, Item] = {}
     for item in sorted(items, key=measure, reverse=True):
-        found.setdefault(kind(item), item)
-    return list(found.values())
+        largest.setdefault(kind(item), item)
+    return list(largest.values())
 
 
 class StandInFlashKernel:
@@ -85,12 +85,12 @@ class StandInFlashKernel:
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-        """Memory for (out, lse)."""
+        """Allocate out and lse."""
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         return q.new_empty(*q.shape[:2], v.shape[2]), lse.transpose(0, 1)
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
-        """Memory for (dq, dk, dv)."""
+        """Allocate dq, dk and dv, with the kernel's temporaries alive at the same time."""
         rows, num_heads, head_dim = q.shape
         multiple = 32 if head_dim <= 128 else 64
         rounded, width = -(-rows // _ROUNDED_ROWS) * _ROUNDED_ROWS, -(-head_dim // multiple) * multiple

@@ -1,1 +1,1 @@
-"""What a rank is to the outside: its log, its state, its faults, its end."""
+"""A rank as a process: its log, status files, injected faults, stop requests and exit."""

@@ -1,17 +1,17 @@
-"""Faults on demand, for tests and rehearsals: BURST_FAULT="kind;rank;step", several separated by commas.
+"""Fault injection for tests and drills: BURST_FAULT="kind;rank;step", several separated by commas.
 
-    kill segv abort stop    the rank sends itself SIGKILL, SIGSEGV, SIGABRT, SIGSTOP
-    exit0 exit7             it leaves without a word, with this exit code
-    raise config            it raises an exception, a configuration error
-    oom_host oom_device     it raises what a lack of memory raises
-    hang_sleep hang_gil     it hangs: asleep; in C code that holds the interpreter
-    nan                     its loss becomes NaN
-    slow:SECONDS            it takes so much longer in this and every later step
-    flood garbage           it prints 1,000,000 lines; bytes, terminal escapes and a line of 100 MB
-    disk                    its metrics meet a full disk (rank 0: no other writes any)
+    kill segv abort stop    send SIGKILL, SIGSEGV, SIGABRT, SIGSTOP to the rank itself
+    exit0 exit7             exit without output, with this exit code
+    raise config            raise an exception, a configuration error
+    oom_host oom_device     raise the error of exhausted host or device memory
+    hang_sleep hang_gil     hang asleep, or in C code that holds the GIL
+    nan                     replace the loss by NaN
+    slow:SECONDS            sleep this long in this and every later step
+    flood garbage           print 1,000,000 lines; raw bytes, terminal escapes and a line of 100 MB
+    disk                    fail to write metrics as on a full disk (rank 0, which alone writes them)
 
-All but disk strike in the first forward pass of the step, counted from 1. Parsing is pure; without the variable a run
-carries `NO_FAULTS`, whose calls do nothing.
+All but disk occur in the first forward pass of the step, counted from 1. Parsing is pure. Without the variable a run
+uses `NO_FAULTS`, whose calls do nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MUTEX_BYTES = 256  # more than a pthread_mutex_t anywhere
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what happens, to which rank, at which step (from 1); `seconds` of a slow one."""
+    """One fault: its kind, rank and step (from 1); `seconds` for slow."""
 
     kind: str
     rank: int
@@ -55,7 +55,7 @@ class Fault:
 
 
 def parse_faults(text: str, world_size: int) -> tuple[Fault, ...]:
-    """The faults that `text` names, in its order. Raises ConfigError with every mistake."""
+    """Parse the faults in `text`, in order. Raises ConfigError with all mistakes."""
     problems: list[str] = []
     faults: list[Fault] = []
     for part in map(str.strip, text.split(",")):
@@ -97,13 +97,13 @@ def _parse_fault(part: str, world_size: int) -> Fault:
 
 
 class Faults:
-    """The faults of this rank, each at its time; the calls do nothing when there is none."""
+    """Injects the faults of this rank; the calls do nothing without faults."""
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._faults = tuple(faults)
 
     def at_forward(self, step: int | None) -> None:
-        """Called in the forward pass of step `step`, from 1; may not return."""
+        """Inject faults in the forward pass of step `step` (from 1); may not return."""
         for fault in self._faults:
             if fault.kind == SLOW and step is not None and step >= fault.step:
                 time.sleep(fault.seconds)
@@ -112,7 +112,7 @@ class Faults:
                 STRIKES[fault.kind]()
 
     def at_loss(self, step: int | None, loss: Any) -> Any:
-        """The loss of step `step`, a number or tensor, or NaN in its place."""
+        """Return `loss` (a number or tensor), or NaN instead."""
         for fault in self._faults:
             if fault.kind == "nan" and fault.step == step:
                 self._announce(fault)
@@ -120,7 +120,7 @@ class Faults:
         return loss
 
     def at_metrics(self, step: int) -> None:
-        """Called before the metrics of step `step` are written."""
+        """Inject faults before the metrics of step `step` (from 1) are written."""
         for fault in self._faults:
             if fault.kind == "disk" and fault.step == step:
                 self._announce(fault)
@@ -131,11 +131,11 @@ class Faults:
 
 
 NO_FAULTS = Faults()
-FindFaults = Callable[[int, int], tuple[Faults, Sequence[str]]]  # of one rank of so many, with those of all in words
+FindFaults = Callable[[int, int], tuple[Faults, Sequence[str]]]  # (rank, world size) -> see `read_faults`
 
 
 def read_faults(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[Faults, list[str]]:
-    """(this rank's faults, those of all ranks in words). Raises ConfigError, alike on every rank."""
+    """Return this rank's faults and a description of those of all ranks. Raises ConfigError on every rank alike."""
     text = environment.get(FAULT_VARIABLE, "").strip()
     if not text:
         return NO_FAULTS, []
@@ -159,7 +159,7 @@ def _sleep_forever() -> None:
 
 
 def _hold_the_interpreter() -> None:
-    """Waits in C for a lock that this thread holds already; PyDLL does not let go of the interpreter meanwhile."""
+    """Deadlock in C on a lock that this thread holds; PyDLL does not release the GIL."""
     library = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)  # all zeros: an ordinary mutex, not taken
     library.pthread_mutex_lock(mutex)
@@ -190,9 +190,9 @@ STRIKES: Mapping[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit0": lambda: os._exit(0),
     "exit7": lambda: os._exit(7),
-    "raise": lambda: _raise(RuntimeError("this rank was told to fail (injected)")),
-    "config": lambda: _raise(ConfigError("train.injected: this rank was told to find a wrong setting (injected)")),
-    "oom_host": lambda: _raise(MemoryError("cannot hold what was asked for (injected)")),
+    "raise": lambda: _raise(RuntimeError("this rank failed (injected)")),
+    "config": lambda: _raise(ConfigError("train.injected: wrong setting (injected)")),
+    "oom_host": lambda: _raise(MemoryError("cannot allocate memory (injected)")),
     "oom_device": _run_out_of_device_memory,
     "hang_sleep": _sleep_forever,
     "hang_gil": _hold_the_interpreter,

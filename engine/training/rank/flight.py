@@ -1,10 +1,10 @@
-"""What torch's flight recorder knows of this rank's collectives, cut down to what the analysis of a hang needs.
+"""Reads torch's flight recorder of this rank's collectives and reduces it to what the analysis of a hang needs.
 
-The recorder is on (TORCH_FR_BUFFER_SIZE, by default) and holds the collectives of gloo and NCCL and NCCL's messages.
-Messages over gloo it does not see (torch 2.13): `WaitClock` says for which rank the attention waits.
+The recorder is on by default (TORCH_FR_BUFFER_SIZE) and has the collectives of gloo and NCCL and the point-to-point
+operations of NCCL. It lacks those of gloo (torch 2.13); `WaitClock` records for which rank attention waits.
 
-A gloo collective stays "scheduled" and is `retired` when it is done; only NCCL's have been seen started. A collective
-that is not retired need not block: it may have been started ahead of time. Standard library only.
+A gloo collective stays "scheduled" and is `retired` when it is complete; only those of NCCL become "started". One that
+is not retired need not block: it may have been started early. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def flight_record(waits: WaitClock) -> dict[str, Any]:
-    """{waiting, groups, entries}: where this rank's communication stands.
+    """Return the state of this rank's communication, {waiting, groups, entries}.
 
-    waiting   {what, peer} of a blocking wait, or null
+    waiting   {what, peer} of a blocking wait, or None
     groups    name of a process group -> its global ranks
     entries   the last collectives, oldest first: {group, desc, seq, op, state, p2p, sizes}
     """
@@ -37,10 +37,10 @@ def flight_record(waits: WaitClock) -> dict[str, Any]:
 
 
 def reduce_trace(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A trace's newest entries of all and of each group, oldest first.
+    """Return the last MAX_ENTRIES entries and the last of each group and backend, oldest first.
 
-    Messages have numbers of their own and do not count as collectives. A group of two backends numbers the collectives
-    of each by themselves.
+    Point-to-point operations are numbered separately and are not collectives of a group. A group with two backends
+    numbers the collectives of each separately.
     """
     reduced = [_reduce_entry(entry) for entry in entries]
     newest = {
@@ -48,8 +48,8 @@ def reduce_trace(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for index, entry in enumerate(reduced)
         if not entry["p2p"]
     }
-    kept = sorted({*range(len(reduced) - MAX_ENTRIES, len(reduced)), *newest.values()})
-    return [reduced[index] for index in kept if index >= 0]
+    indices = sorted({*range(len(reduced) - MAX_ENTRIES, len(reduced)), *newest.values()})
+    return [reduced[index] for index in indices if index >= 0]
 
 
 def _reduce_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,16 +68,19 @@ def _reduce_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(torch: Any) -> list[dict[str, Any]]:
-    """All entries of all recorders of this process, oldest first."""
+    """Return the entries of all recorders of this process, oldest first."""
     c10d = getattr(torch._C, "_distributed_c10d", None)
     dumps = [dump for name in _DUMPS if (dump := getattr(c10d, name, None)) is not None]
     entries = [entry for dump in dumps for entry in json.loads(dump()).get("entries", ())]
-    found = {(one.get("time_created_ns"), one.get("record_id"), one.get("profiling_name")): one for one in entries}
-    return sorted(found.values(), key=lambda entry: entry.get("time_created_ns") or 0)
+    # Both dumps may contain the same entry.
+    unique = {
+        (item.get("time_created_ns"), item.get("record_id"), item.get("profiling_name")): item for item in entries
+    }
+    return sorted(unique.values(), key=lambda entry: entry.get("time_created_ns") or 0)
 
 
 def _group_ranks() -> dict[str, list[int]]:
-    """Name -> global ranks of the process groups that this rank is in."""
+    """Return the global ranks of this rank's process groups, by name."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     if world is None:
         return {}

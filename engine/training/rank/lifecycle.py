@@ -1,9 +1,9 @@
-"""How a run begins and ends on a rank: the moves of run.json.
+"""State transitions of run.json that ranks make.
 
-Rank 0 says running and completed; without a launcher ranks say the rest.
+Rank 0 sets running and completed; without a launcher ranks set the others, too.
 
 burst launch:   planned -> starting (launcher) -> running, completed (rank 0);   failed, cancelled, oom (launcher)
-torchrun alone: planned -> starting, running, completed (rank 0);   failed, cancelled, oom (the rank that met it)
+torchrun alone: planned -> starting, running, completed (rank 0);   failed, cancelled, oom (the first rank to fail)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.training.rank.process import RankStatus
 def run_states(
     run: RunFolder, status: RankStatus, *, rank: int, environment: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Around all that a rank does: moves run.json to running at the start and to its final state at the end."""
+    """Set run.json to running before the body and to its final state after it; the body is all that a rank does."""
     launched = RUN_ID_VARIABLE in environment
-    if rank == 0:  # looks at the run itself, because plan.sh sets the variable of a launcher that is not there
+    if rank == 0:  # plan.sh sets the variable without a launcher, so rank 0 looks at the run's state itself
         launched = run.read_state()["state"] == "starting" and run.is_alive() is not False
     try:
         if rank == 0:
@@ -35,15 +35,14 @@ def run_states(
                 run.transition("starting")
             try:
                 run.transition("running")
-            except (
-                RunFolderError
-            ):  # a run that another rank has already ended stays so: this one meets the same end soon
+            except RunFolderError:
+                # Another rank may have set a final state already; this rank fails soon as well, so leave it.
                 if run.read_state()["state"] not in FINAL_STATES:
                     raise
         yield
     except BaseException as error:
         if not launched:
-            with contextlib.suppress(RunFolderError):  # a final state that another rank wrote first stays
+            with contextlib.suppress(RunFolderError):  # another rank may have set a final state first
                 state, facts = _end(run, status, rank, error)
                 run.transition(state, **facts)
         raise
@@ -52,14 +51,14 @@ def run_states(
 
 
 def _end(run: RunFolder, status: RankStatus, rank: int, error: BaseException) -> tuple[str, dict[str, Any]]:
-    """(failed, oom or cancelled, facts of it)."""
+    """Return the final state (failed, oom or cancelled) and its facts."""
     if isinstance(error, KeyboardInterrupt):
         return "cancelled", {"exit_code": 130, "failure": None}
-    status.reserve = None  # given back, to say what went wrong
+    status.reserve = None  # frees address space for reporting after memory ran out
     facts, advice = describe_error(error), None
-    if facts["memory"] is not None:  # what makes the run need less of it
+    if facts["memory"] is not None:
         with contextlib.suppress(BurstError):
             advice = less_memory_text(resolved_config(run.path), facts["memory"]["where"])
-    kept = {key: facts[key] for key in ("kind", "type", "message", "exit_code", "memory")}
-    failure = {**kept, "rank": rank, "step": status.step, "phase": status.phase, "advice": advice}
+    failure = {key: facts[key] for key in ("kind", "type", "message", "exit_code", "memory")}
+    failure |= {"rank": rank, "step": status.step, "phase": status.phase, "advice": advice}
     return "oom" if facts["kind"] == "oom" else "failed", {"exit_code": facts["exit_code"], "failure": failure}

@@ -1,4 +1,4 @@
-"""The frame around a rank: its log file, its death with torchrun, and the error it leaves behind.
+"""Runs a rank's work in its process: log file, death with torchrun, error record, exit code.
 
 `engine/train.py` calls `run_rank` before it imports torch, so that even a failing import is in the rank's log.
 Standard library only.
@@ -24,10 +24,10 @@ __all__ = ["RankStatus", "leave", "run_rank"]
 
 
 def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
-    """The exit code of this rank after `body(status)`: 0, or that of the error, which is left in the run folder.
+    """Run `body(status)`; return the exit code: 0, that of the error, or 130 for KeyboardInterrupt.
 
-    With BURST_RANK_LOGS set (the launcher sets it) output goes to logs/<node>/rank<NNNN>.log; without it, to the
-    terminal. Under torchrun the process dies when torchrun dies. KeyboardInterrupt gives 130.
+    An error is written to the run folder. With BURST_RANK_LOGS set (by the launcher) output goes to
+    logs/<node>/rank<NNNN>.log, else to the terminal. Under torchrun the process is killed when torchrun dies.
     """
     rank = int(os.environ.get("RANK", "0"))
     log = run.log_path(node_name(), rank)
@@ -35,7 +35,7 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
         redirect_output(log)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)
-    faulthandler.enable(2)  # a crash in native code leaves its stacks in the log
+    faulthandler.enable(2)  # a crash in native code writes its stacks to the log
     status = RankStatus()
     status.report_to(rank, node_name(), log)
     try:
@@ -44,7 +44,7 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
         status.end_report("KeyboardInterrupt")
         return 130
     except Exception as error:
-        status.reserve = None  # given back, to say what went wrong
+        status.reserve = None  # frees address space for reporting after memory ran out
         run.write_rank_error(rank, error, step=status.step, phase=status.phase)
         status.end_report(type(error).__name__)
         with contextlib.suppress(OSError):  # even the log may be on a full disk
@@ -58,10 +58,10 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
 
 
 def leave(exit_code: int) -> None:
-    """End this process now with `exit_code`; a failed rank must not wait for peers in destructors of process groups.
+    """End this process if `exit_code` is not 0; a failed rank must not wait for peers in destructors of process groups.
 
-    A rank that did well returns, to run what is registered for the exit; but what torch has made by then is not looked
-    through once more for cycles, which took 0.8 of a second.
+    With 0 it returns, so that exit handlers run, and disables the garbage collector: its last pass over torch's objects
+    took 0.8 s.
     """
     with contextlib.suppress(OSError):  # a full disk
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl, events.jsonl, lines of progress, TensorBoard. Rank 0 only."""
+"""Records a run: metrics.jsonl, events.jsonl, progress lines, TensorBoard. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.training.rank.process import RankStatus
 
 
 class Recorder:
-    """Writes rows and events of rank 0 into the run folder; on other ranks every call only keeps `status`."""
+    """Writes rows and events of rank 0 to the run folder; on other ranks it only updates `status`."""
 
     def __init__(self, run: RunFolder, status: RankStatus, *, rank: int, tensorboard: bool) -> None:
         self._run, self._status, self._writes = run, status, rank == 0
@@ -28,29 +28,29 @@ class Recorder:
         self._stage = ""
 
     def phase(self, name: str) -> None:
-        """The run enters phase `name`: live progress shows it, an error names it."""
+        """Enter phase `name`, which live progress and errors show."""
         self._status.phase = name
         if self._writes:
             self._run.append_event("phase", phase=name)
 
     def save(self, path: Path) -> None:
-        """A copy of a file that the run folder shall have, if there is such a file."""
+        """Copy a file into the run folder, if it exists."""
         if self._writes and path.is_file():
             shutil.copyfile(path, self._run.path / path.name)
 
-    def _tell(self, kind: str, line: str, **facts: Any) -> None:
-        """An event, and a line for people."""
+    def _emit(self, kind: str, line: str, **facts: Any) -> None:
+        """Append an event and print a line."""
         if self._writes:
             self._run.append_event(kind, **facts)
             print(line, flush=True)
 
     def announce_faults(self, faults: Sequence[str]) -> None:
-        """Nobody shall take faults on demand for real ones."""
+        """Report injected faults, so that they are not taken for real ones."""
         for fault in faults:
-            self._tell("fault_injected", f"warning: {FAULT_VARIABLE} is set: {fault}", fault=fault)
+            self._emit("fault_injected", f"warning: {FAULT_VARIABLE} is set: {fault}", fault=fault)
 
     def preparing(self, progress: Progress) -> None:
-        """What the preparation of data reports: one line per stage in the log."""
+        """Report progress of data preparation: one log line per stage."""
         self._status.advance()
         if self._writes and progress.stage != self._stage:
             self._stage = progress.stage
@@ -58,43 +58,43 @@ class Recorder:
 
     def warn(self, message: str) -> None:
         """Record a warning, which the screen and `burst status` show."""
-        self._tell("warning", f"warning: {message}", message=message)
+        self._emit("warning", f"warning: {message}", message=message)
 
     def warn_once(self, message: str | None) -> None:
-        """Record a warning of the kind that every step repeats: the first of a run; None is none."""
+        """Record the first of the warnings that every step may repeat; None: no warning."""
         if message is not None and not self._warned:
             self._warned = True
             self.warn(message)
 
     def note(self, message: str) -> None:
-        """What people should know; said every time."""
-        self._tell("note", f"note: {message}", message=message)
+        """Record a note for the user."""
+        self._emit("note", f"note: {message}", message=message)
 
     def kernel_chosen(self, name: str, reason: str, others: Mapping[str, str]) -> None:
-        """The attention kernel `name` computes tiles; `others` says of each why not."""
+        """Record the chosen attention kernel; `others` has the reason against each other one."""
         line = f"attention kernel {name} ({reason})"
-        self._tell("attention_kernel", line, name=name, reason=reason, others=dict(others))
+        self._emit("attention_kernel", line, name=name, reason=reason, others=dict(others))
 
     def restored(self, step: int, run_id: str) -> None:
-        """Training goes on after `step`, from a checkpoint of run `run_id`."""
-        line = f"going on after step {step}, from a checkpoint of {run_id}"
-        self._tell("restored", line, step=step, run_id=run_id)
+        """Record that training resumes after `step` from a checkpoint of run `run_id`."""
+        line = f"resuming after step {step}, from a checkpoint of {run_id}"
+        self._emit("restored", line, step=step, run_id=run_id)
 
     def saved(self, step: int, size_bytes: int, stall_s: float, seconds: float) -> None:
-        """A checkpoint is committed; stall_s: how long training stood still for it."""
+        """Record a committed checkpoint; stall_s: how long training was blocked."""
         took = f"{binary_bytes(size_bytes)} in {figures.seconds(seconds)}"
         line = f"checkpoint of step {step}: {took}, training waited {figures.seconds(stall_s)}"
-        self._tell("checkpoint", line, step=step, bytes=size_bytes, stall_s=stall_s, seconds=seconds)
+        self._emit("checkpoint", line, step=step, bytes=size_bytes, stall_s=stall_s, seconds=seconds)
 
     def dropped(self, step: int, verdict: Verdict, samples: range) -> None:
-        """Step `step` (from 1), over these samples of the stream, was not taken."""
+        """Record that step `step` (from 1), over these samples of the stream, was not applied."""
         first, last = samples.start, samples.stop - 1
         line = f"step {step} is dropped ({verdict.action}): {verdict.reason}; samples {first} to {last}"
         facts = {"reason": verdict.reason, "reaction": verdict.action, "first_sample": first, "last_sample": last}
-        self._tell("dropped", line, step=step, **facts)
+        self._emit("dropped", line, step=step, **facts)
 
     def row(self, row: dict[str, Any], total_steps: int | None = None) -> None:
-        """The figures of one optimizer step of `total_steps`, or of weights that are evaluated and not trained."""
+        """Record the figures of one optimizer step of `total_steps`, or of an evaluation without training (None)."""
         if not self._writes:
             return
         if total_steps is not None:
@@ -107,13 +107,13 @@ class Recorder:
                     self._tensorboard.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Writes out what TensorBoard still holds."""
+        """Flush TensorBoard."""
         if self._tensorboard is not None:
             self._tensorboard.close()
 
 
 def open_tensorboard(run: RunFolder, module: str = "torch.utils.tensorboard") -> Any:
-    """The SummaryWriter of `module` into RUN/tensorboard; raises ConfigError where it cannot be imported."""
+    """Open a SummaryWriter of `module` for RUN/tensorboard; raises ConfigError if it cannot be imported."""
     try:
         writer = importlib.import_module(module).SummaryWriter
     except ImportError as error:
@@ -124,7 +124,6 @@ def open_tensorboard(run: RunFolder, module: str = "torch.utils.tensorboard") ->
     return writer(str(run.path / "tensorboard"))
 
 
-# Figures of a line, in their order; what a row does not have is left out.
 def _by_position(buckets: Sequence[Mapping[str, Any]]) -> str:
     return "  ".join(f"[{item['first']:,} to {item['last']:,}] {plain(item['loss'])}" for item in buckets)
 
@@ -137,7 +136,7 @@ def _named(key: str) -> Callable[[float], str]:
     return lambda value: f"{EVALUATION_NAMES[key]} {plain(value)}"
 
 
-# How a log writes each figure of a row, in this order; names and units are those of the screen.
+# Format of each figure in a log line, in this order; names and units are those of the screen.
 _FIGURES: Mapping[str, Callable[[Any], str]] = {
     "loss": lambda value: f"loss {plain(value)}",
     "grad_norm": lambda value: f"gradient norm {value:.3f}",
@@ -155,9 +154,9 @@ _FIGURES: Mapping[str, Callable[[Any], str]] = {
 
 
 def progress_line(row: Mapping[str, Any], total_steps: int | None) -> str:
-    """One line for logs: step, loss, gradient norm, speed, MFU, memory and, where measured, validation.
+    """Return one log line: step, loss, gradient norm, speed, MFU, memory and, if measured, validation.
 
-    total_steps   None: of weights that are evaluated, whose line is about that alone
+    total_steps None: an evaluation without training, which has validation figures only.
     """
     shown = [name for name in _FIGURES if total_steps is not None or name.startswith(("validation", "needle"))]
     head = f"step {row['step']}" if total_steps is None else f"step {row['step']}/{total_steps}"

@@ -1,4 +1,4 @@
-"""What a rank tells the outside while it runs, even while it hangs: its place, its stacks, its collectives.
+"""Status files that a rank writes while it runs, even while it hangs: its position, stacks and collectives.
 
     logs/<node>/rank<NNNN>.status.json   {rank, pid, node, step, phase, micro_step, advances, ended}, replaced
     logs/<node>/rank<NNNN>.stacks        the stacks of all threads, appended by faulthandler: on request by a thread of
@@ -7,10 +7,10 @@
     logs/<node>/rank<NNNN>.flight.json   the answer to a request, written after the stacks
     logs/<node>/flight.request           the request, whose content is a nonce
 
-SIGUSR1 kills a process that does not listen: only a .stacks file whose first line names the process's pid says that it
-does. It is for a rank that does not answer the request: a signal handler reads the frames of threads that run
-meanwhile, which crashes a process about once in 4,000 dumps. Nothing here may end a rank: a full disk or a missing
-folder costs the report, not the run. Standard library only.
+SIGUSR1 kills a process without the handler, so send it only if the first line of the .stacks file names the process's
+pid, and only to a rank that does not answer the request: a signal handler reads the frames of threads that run
+meanwhile, which crashes a process about once in 4,000 dumps. Nothing here may end a rank: with a full disk or a missing
+folder the report is lost, not the run. Standard library only.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ _FACTS = ("step", "phase", "micro_step", "advances", "ended")
 
 
 class RankStatus:
-    """Where a rank is; the trainer keeps it current so that an error, or somebody outside, can say where it was.
+    """The position of a rank in its run; the trainer updates it, errors and the status file report it.
 
-    step          the optimizer step that runs, from 1; micro_step: of it, from 0
-    phase         import torch, start, prepare data, build model, measure peak, restore, first weights; in a step load
-                  batch, count labels, forward, loss, backward, optimizer; evaluate; train when it is none of these
-    advances      how often a phase said that it goes on: data, batches of an evaluation, parts of a save
-    ended         ok, or the type of the error
-    waits         knows for whom the rank waits
-    stop          whether it was asked to stop
-    faults        what it was told to suffer
-    reserve       address space (untouched, so no memory) for saying what went wrong after memory ran out
+    Attributes:
+        step: Current optimizer step, from 1.
+        micro_step: Of the step, from 0.
+        phase: import torch, start, prepare data, build model, measure peak, restore, first weights; within a step load
+            batch, count labels, forward, loss, backward, optimizer; evaluate; train between these.
+        advances: Progress counter of long phases: data, batches of an evaluation, parts of a save.
+        ended: ok, or the type of the error.
+        waits: Counts waits for other ranks.
+        stop: The stop request.
+        faults: Injected faults.
+        reserve: Address space (untouched, so no memory), freed to report an error after memory ran out.
     """
 
     def __init__(self) -> None:
@@ -64,19 +66,19 @@ class RankStatus:
         self._report: RankReport | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What the status file says of it."""
+        """Return the fields of the status file."""
         return {name: getattr(self, name) for name in _FACTS}
 
     def advance(self) -> None:
-        """The phase goes on: whoever watches shall not take a long one for a hang."""
+        """Report progress within a phase, so that hang detection does not take a long one for a hang."""
         self.advances += 1
 
     def report_to(self, rank: int, node: str, log: Path) -> None:
-        """From now on files beside the `log` of a rank say where it is."""
+        """Start writing status files next to the rank's `log`."""
         self._report = RankReport(self, {"rank": rank, "pid": os.getpid(), "node": node}, log)
 
     def end_report(self, ended: str) -> None:
-        """The rank is about to leave; `ended` is ok or the type of its error."""
+        """Write the last status and stop reporting; `ended` is ok or the type of the error."""
         self.ended = ended
         if self._report is not None:
             self._report.close()
@@ -84,11 +86,11 @@ class RankStatus:
 
 
 class RankReport:
-    """Writes the files of one rank until `close`; never raises.
+    """Writes the status files of one rank until `close`; never raises.
 
-    A thread looks at the status and writes what has changed: to replace a file may take milliseconds, on storage that
-    nodes share more. So the file is exact while a rank sleeps or waits, and some 0.2 s old when it was
-    stopped or holds the interpreter.
+    A thread polls the status and writes changes, since replacing a file takes milliseconds, or more on shared storage.
+    So the file is exact while a rank sleeps or waits, and up to about 0.2 s old if the process is stopped or holds the
+    GIL.
     """
 
     def __init__(self, status: RankStatus, who: Mapping[str, Any], log: Path) -> None:
@@ -105,11 +107,11 @@ class RankReport:
         self._answered = _read_nonce(self._request)
         self._write()
         self._thread = threading.Thread(target=self._watch, name="rank-report", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread to be had
+        with contextlib.suppress(RuntimeError):  # the limit of threads is reached
             self._thread.start()
 
     def close(self) -> None:
-        """Writes the last status."""
+        """Write the last status."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
@@ -117,7 +119,7 @@ class RankReport:
             self._write()
 
     def _watch(self) -> None:
-        """Life of the thread."""
+        """Poll status and flight requests; the thread's body."""
         while not self._stop.wait(STATUS_INTERVAL_S):
             if self._status.facts() != self._written:
                 self._write()
@@ -134,7 +136,7 @@ class RankReport:
         _replace(self._file, {**self._who, **self._written})
 
     def _record(self) -> dict[str, Any]:
-        """The flight record, or the error it raised: torch's recorder is no public interface."""
+        """Return the flight record, or the error it raised: torch's recorder is not a public interface."""
         try:
             return flight_record(self._status.waits)
         except Exception as error:
@@ -142,7 +144,7 @@ class RankReport:
 
 
 def _listen_for_stacks(path: Path, first_line: str) -> int:
-    """The descriptor of the .stacks file, into which SIGUSR1 writes, too; open as long as the process lives."""
+    """Make SIGUSR1 write stacks to `path`; return its descriptor, which stays open for the life of the process."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
     os.write(descriptor, first_line.encode())
@@ -158,7 +160,7 @@ def _read_nonce(path: Path) -> str | None:
 
 
 def _replace(path: Path, document: Mapping[str, Any]) -> None:
-    """Replaces `path` without a sync: after a crash of the machine nobody asks for it."""
+    """Replace `path` atomically, without a sync: it is not needed after a crash of the machine."""
     temporary = path.with_name(f".{path.name}.new")
     with contextlib.suppress(OSError, MemoryError):
         content = json.dumps(document, default=str).encode("utf-8", errors="replace") + b"\n"

@@ -1,4 +1,4 @@
-"""A request to stop a rank: at once while nothing could be lost, at an edge once it trains. Standard library only."""
+"""Stop requests (SIGTERM): immediate before training, between two steps during it. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-KILL_MARGIN_S = 4.0  # before the launcher kills
+KILL_MARGIN_S = 4.0  # a rank exits this long before the launcher would kill it
 GRACE_S = 12.0 - KILL_MARGIN_S
 TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """Whether this process was asked to stop; `with stop.watch():` listens for SIGTERM (main thread only).
+    """Records whether this process was asked to stop; `with stop.watch():` handles SIGTERM (main thread only).
 
-    A request ends what runs as Ctrl-C does, once; after `defer` it waits for whoever looks at `requested`.
+    The first request raises KeyboardInterrupt. After `defer` it only sets `requested`, which the trainer polls.
     """
 
     def __init__(self) -> None:
@@ -32,17 +32,16 @@ class StopRequest:
         return self._event.is_set()
 
     def defer(self, grace_s: float) -> None:
-        """From now on a request interrupts nothing: whoever looks for it has so long to come to an edge."""
+        """Let requests only set `requested` from now on; the process exits `grace_s` after one at the latest."""
         self._interrupts, self._grace_s = False, grace_s
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Listens until the block ends; outside of it SIGTERM ends the process at once, as before, but a request that
-        came is the last: torchrun's echo of it may be late, and what a stopped rank writes would be cut off.
+        """Handle SIGTERM inside the body.
 
-        A rank may sit in a collective whose peer is gone, where no Python handler runs. So the signal is read from a
-        wakeup descriptor by a thread, which ends the process after the grace period. The handler itself takes no lock:
-        launcher and torchrun both send the signal, and a handler that takes one would wait for itself in the second.
+        A rank may block in a collective whose peer is gone, where no Python handler runs. So a thread reads the signal
+        from a wakeup descriptor and ends the process after the grace period. The handler itself takes no lock: launcher
+        and torchrun both send the signal, and the handler of the second could deadlock with that of the first.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -62,6 +61,7 @@ class StopRequest:
             os.close(writer)
             thread.join()
             os.close(reader)
+            # After a request the handler stays: torchrun may repeat the signal late, which would cut off the last log.
             if not self.requested:
                 signal.signal(signal.SIGTERM, old_handler)
 

@@ -51,11 +51,11 @@ def test_groups_and_fields_list_all_there_is_with_what_it_means(burst: Burst, tm
         assert (spec.key in shown, bool(fields[spec.key]["doc"])) == (True, True), spec.key
     assert fields["loss.chunk_tokens"] == {
         **{"key": "loss.chunk_tokens", "type": "a whole number", "default": 2048, "legal": None, "bounds": "1 or more"},
-        **{"unit": "tokens", "doc": "rows of logits alive at once"},
+        **{"unit": "tokens", "doc": "rows of logits computed together"},
     }
     assert "(top): the run" in rows
     place = rows.index("loss.chunk_tokens = 2048 a whole number, 1 or more, in tokens")
-    assert rows[place + 1] == "rows of logits alive at once"
+    assert rows[place + 1] == "rows of logits computed together"
     assert fields["optimizer.beta1"]["bounds"] == "0 or more, below 1"
     layouts = [*get_args(LayoutName), "null"]
     assert fields["attention.layout"]["legal"] == layouts

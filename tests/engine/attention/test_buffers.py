@@ -70,7 +70,7 @@ def test_buffers_of_open_leases_are_disjoint_aligned_and_of_the_right_kind(runs)
             leases.append(lease)
 
 
-def test_places_do_not_share_blocks() -> None:
+def test_buffers_of_device_or_host_do_not_share_blocks() -> None:
     pool = BufferPool()
     fill(pool, [(8, torch.float32)], CPU)
     fill(pool, [(8, torch.float32)], HOST)

@@ -9,7 +9,7 @@ import torch
 from attention_oracle import build_group, dense_visibility, errors, oracle, random_inputs, relative_errors, ring_method
 from torch import Tensor
 
-from engine.device.row_blocks import FakeRun, rehearse
+from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.kernels.attention.base import TileGradients, TileKernel, TileResult
 from engine.kernels.attention.cpu_flash import CpuFlashKernel
 from engine.kernels.attention.reference import ReferenceKernel
@@ -76,6 +76,6 @@ def test_gradients_of_a_kv_head_that_parts_share_are_summed_in_fp32() -> None:
 def test_a_rehearsal_runs_the_first_two_parts_and_the_last() -> None:
     inputs, mask = random_inputs(ROWS, HEADS, 4, HEAD_DIM), Mask(ROWS)
     kernel = LimitedKernel(ReferenceKernel(), ROWS * HEAD_DIM)
-    with rehearse(FakeRun()):
+    with use_fake_run(FakeRun()):
         build_group(ring_method(1), mask, kernel).run(inputs)
     assert len(kernel.calls) == 2 * 3

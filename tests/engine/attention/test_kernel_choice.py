@@ -65,7 +65,7 @@ def test_fp32_and_old_gpus_get_the_memory_efficient_kernel() -> None:
     assert chosen(ask(TURING, torch.float16)).kernel.name == "aten_efficient"
 
 
-def test_a_gpu_that_can_nothing_but_the_reference_says_what_every_kernel_needs() -> None:
+def test_a_gpu_without_a_kernel_lists_what_every_kernel_needs() -> None:
     with pytest.raises(ConfigError) as raised:
         chosen(ask(TURING))
     text = str(raised.value)
@@ -125,7 +125,7 @@ def test_whatever_is_chosen_can_do_what_is_asked_and_nothing_better_could(reques
         assert choice.others[better] == problem_of(KERNELS[better].capabilities, request_)
 
 
-def test_the_choice_says_why() -> None:
+def test_the_choice_has_a_reason() -> None:
     choice = chosen(ask(AMPERE))
     assert choice.reason.startswith("auto: the first that can of aten_flash, flash_attn")
     assert choice.others["fa3"] == "needs compute capability 9.0, this GPU has 8.0"

@@ -125,7 +125,7 @@ def test_deterministic_kernels_give_the_same_bits_again(name: str, tile: str) ->
     assert_near(first, case)
 
 
-def test_all_kernels_in_turn_in_one_process_keep_their_own_library() -> None:
+def test_all_kernels_run_one_after_another_in_one_process() -> None:
     case = make_case(TILES["causal"], 2, 128, torch.bfloat16)
     kernels = []
     for name in NAMES:

@@ -31,7 +31,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @settings(deadline=None)
 @given(layouts())
-def test_every_position_lies_on_exactly_one_rank(layout: Layout) -> None:
+def test_every_position_is_on_exactly_one_rank(layout: Layout) -> None:
     positions = [layout.positions(rank) for rank in range(layout.size)]
     assert sorted(np.concatenate(positions).tolist()) == list(range(layout.seq_len))
     assert [len(p) for p in positions] == list(layout.row_counts)

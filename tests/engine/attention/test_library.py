@@ -139,7 +139,7 @@ def run_groups() -> tuple[float, list[int], int]:
     return worst(attend(context, inputs), inputs, Mask(SEQ_LEN)), context.positions.tolist(), parallel.size
 
 
-def test_groups_side_by_side_each_share_a_sequence_of_their_own(ranks: Any) -> None:
+def test_each_group_shares_a_different_sequence(ranks: Any) -> None:
     results = ranks(4).run(run_groups)
     assert [size for _, _, size in results] == [1, 2, 1, 2]
     assert max(error for error, _, _ in results) < EXACT

@@ -106,7 +106,7 @@ def test_zigzag_needs_one_tile_per_pair_of_ranks_and_striped_causal_tiles_stay_c
     assert all(band.is_causal for a in range(4) for b in range(4) for band in visibility.bands(a, b))
 
 
-def test_a_ranks_own_rows_of_a_causal_document_are_one_tile() -> None:
+def test_local_rows_of_a_causal_document_are_one_tile() -> None:
     mask = Mask(60, documents=(0, 17, 40))
     for name in ("zigzag", "chunk_cyclic", "per_document", "striped"):
         visibility = Visibility(

@@ -94,7 +94,7 @@ def seen_by_name(kind: MaskKind, q: int, k: int) -> bool:
 @pytest.mark.usefixtures("in_folder_with_blocks")
 @pytest.mark.parametrize("documents", [(), (0, 1, 13)])
 @pytest.mark.parametrize("kind", get_args(MaskKind))
-def test_every_kind_sees_what_its_name_says_in_its_document(kind: MaskKind, documents: tuple[int, ...]) -> None:
+def test_every_named_mask_is_applied_within_documents(kind: MaskKind, documents: tuple[int, ...]) -> None:
     mask = build_mask(kind, 38, OPTIONS, documents)
     for q, k in itertools.product(range(40), repeat=2):
         start, of_key = (max((s for s in documents if s <= x), default=0) for x in (q, k))

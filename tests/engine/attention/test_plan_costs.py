@@ -128,7 +128,7 @@ def test_a_window_of_an_eighth_on_eight_ranks_moves_at_most_two_sevenths_of_the_
     assert forward_bytes(4096, preset=preset, layout="zigzag", **window) > 2 / 7 * whole
 
 
-def test_only_rows_that_somebody_needs_are_sent() -> None:
+def test_only_rows_with_a_reader_are_sent() -> None:
     edge = forward_bytes(4096, preset="burst", mask="window", window_tokens=65)
     assert edge == 7 * 64 * MHA.of(Kind.KV)  # the rows before each of seven edges
     rows, sink, ring = 1 << 16, 64, ring_method(8, layout="contiguous")
@@ -142,7 +142,7 @@ def test_only_rows_that_somebody_needs_are_sent() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "split_zigzag"])
 @pytest.mark.parametrize("axes", [{}, {"backward_order": "reversed"}, {"kv_transport": "all_gather"}], ids=str)
-def test_only_keys_that_are_attended_again_travel(axes: dict[str, Any], layout: Any) -> None:
+def test_only_keys_that_recomputation_needs_are_sent(axes: dict[str, Any], layout: Any) -> None:
     for shape in ((8, 1), (4, 2)):
         ring = ring_method(*shape, layout=layout, split_at=128 * (layout == "split_zigzag"), **axes)
         plans = plans_of(ring, Mask(256), before=128)
@@ -167,7 +167,7 @@ def test_double_ring_makes_the_promised_hops(inner: int, outer: int, circulates:
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(1, 1), (5, 1), (1, 3), (4, 2), (2, 3)])
-def test_reversed_blocks_come_home_with_their_gradients(inner: int, outer: int) -> None:
+def test_reversed_blocks_return_to_their_owner_with_gradients(inner: int, outer: int) -> None:
     plans = plans_of(ring_method(inner, outer, backward_order="reversed"))
     for plan, inside, outside in (
         (plans.forward, Channel.PAYLOAD_INNER, Channel.PAYLOAD_OUTER),
@@ -204,7 +204,7 @@ def test_a_tail_hides_the_way_home_and_costs_no_hop(inner: int, outer: int, circ
         assert {len(rank_plan.steps) for rank_plan in plan.ranks.values()} == {steps}
 
 
-def test_the_own_tile_is_halved_by_work() -> None:
+def test_the_local_tile_is_split_in_halves_of_equal_work() -> None:
     method = ring_method(4)
     bands = Visibility(Mask(4000), divide_sequence(method, 4000).ring).bands(1, 1)
     first, last = (sum(band.area() for band in part) for part in halves(bands))

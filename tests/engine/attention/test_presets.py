@@ -22,7 +22,7 @@ from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.topology import Topology
 from engine.predict.machine import Machine, find_machine, machine_of
-from engine.resolve.attention import select_circulation
+from engine.resolve.attention import select_moving_operand
 from engine.resolve.decisions import Rule
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
@@ -125,7 +125,7 @@ def test_burst_is_predicted_no_slower_than_ring_or_than_either_direction(
 )
 def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, Any], weighed: list[str]) -> None:
     config = config_with(**{"preset": "burst", "model": GQA, **fields})
-    _, decision = select_circulation(config, Topology(nodes, local), machine_of(config))
+    _, decision = select_moving_operand(config, Topology(nodes, local), machine_of(config))
     assert list(decision.figures) == weighed
     assert decision.rule == (Rule.FASTEST if weighed else Rule.CONFIGURED)
 

@@ -40,7 +40,7 @@ def test_a_double_ring_sends_one_block_per_cycle_to_the_other_node() -> None:
     assert forward.busiest_links == LinkBytes(intra_bytes=2 * (4 - 1) * block, inter_bytes=block)
 
 
-def test_sequences_of_a_micro_batch_travel_together() -> None:
+def test_sequences_of_a_micro_batch_are_sent_together() -> None:
     config = config_of("ring")
     doubled = replace(config, train=replace(config.train, micro_batch_size=2))
     one, two = (preview_of(c, Topology(1, 4), CPU).passes for c in (config, doubled))
@@ -57,7 +57,7 @@ def test_padding_is_no_work() -> None:
     assert forward.visible_pairs == attention_pairs("causal", 1001)
 
 
-def test_balance_tells_a_contiguous_layout_from_zigzag() -> None:
+def test_balance_differs_between_contiguous_layout_vs_zigzag() -> None:
     """Of P contiguous causal blocks the last has about (2P - 1) / P times the mean work."""
     assert preview_of_preset("ring").passes[0].balance == 1.0
     contiguous = preview_of_preset("ring", layout="contiguous").passes
@@ -77,7 +77,7 @@ def test_buffers_of_a_ring_are_two_blocks_beside_its_inputs() -> None:
     assert forward.buffer_bytes("host") == 0
 
 
-def test_buffers_of_head_groups_count_their_own_heads() -> None:
+def test_buffers_of_head_groups_count_only_their_heads() -> None:
     forward = preview_of_preset("ulysses").passes[0].largest_buffers
     pieces = [b for b in forward.buffers if b.kind == "q" and b.head_parts == 4]
     assert pieces

@@ -96,9 +96,7 @@ class Wires:
 @pytest.mark.parametrize(
     ("compute_s", "late_s", "share"), [(8.0, 0.0, 0.0), (6.0, 0.0, 0.25), (0.0, 0.0, 1.0), (0.0, 4.0, 1.5)]
 )
-def test_exposed_messages_are_told_as_a_share_of_what_an_idle_wire_takes(
-    compute_s: float, late_s: float, share: float
-) -> None:
+def test_exposed_messages_are_reported_relative_to_an_idle_wire(compute_s: float, late_s: float, share: float) -> None:
     """32 bytes to each of two peers: 2 s inside the node and 8 s between nodes, at the same time."""
     streams, topology = TimedStreams(1.0), Topology(2, 2)
     transport = StreamTransport(streams, Wires(streams, topology, late_s), Meter(topology, 0), streams)

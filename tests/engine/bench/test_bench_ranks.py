@@ -85,7 +85,7 @@ def test_no_rank_survives_its_starter(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 2)])
-def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
+def test_every_preset_is_legal_or_refused_with_a_reason(ranks: int, nodes: int) -> None:
     variants, setup = (*PRESETS, "burst:ring_inner_size=5"), RankSetup(ranks, nodes)
     cell = AttentionCell(variants, "causal", 4096, setup, HeadShape(8, 8, 64), Rounds(1))
     legal, skipped = cell.legal_variants()

@@ -25,7 +25,7 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.machine import Peak
 from engine.predict.memory import Gpu, Hardware, MemoryPrediction
-from engine.predict.policy_cost import own_parameters, policy_cost, state_bytes
+from engine.predict.policy_cost import policy_cost, rank_parameters, state_bytes
 from engine.resolve.legality import check_run
 
 PEAK = Peak(100e12, "made up")
@@ -57,7 +57,7 @@ def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> Memo
     """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
     memory = config.memory
     device, host = policy_cost(config, method).least
-    numbers = own_parameters(config, method)
+    numbers = rank_parameters(config, method)
     gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)
     work = 10 * 10**9 + 110_000 * config.train.seq_len
     on_host = memory.optimizer_store == "host"

@@ -22,7 +22,7 @@ def test_every_rail_is_shaped_both_ways_and_nothing_else_is() -> None:
     assert set(rates.values()) == {"50mbit"}
 
 
-def test_a_machine_without_the_tools_is_told_so(tmp_path: Path) -> None:
+def test_missing_tools_are_reported(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.rig", "up"]
     environment = os.environ | {"PATH": str(tmp_path)}
     result = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=200)

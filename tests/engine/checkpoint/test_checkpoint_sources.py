@@ -39,7 +39,7 @@ def test_another_runs_folder_is_read_and_left_as_it_is(
     before = contents(source)
     for step, digest, told in ranks(2).run(restore, RINGS.config, own, str(source)):
         assert (step, digest) == (STEPS, whole["hashes"][STEPS])
-        assert "step 9 is passed over" in told or not told
+        assert "step 9 is skipped" in told or not told
     for step, _, told in ranks(2).run(restore, RINGS.config, own, str(newest)):
         assert (step, f"holds step {STEPS}" in told) == (None, True)
     assert contents(source) == before
@@ -47,7 +47,7 @@ def test_another_runs_folder_is_read_and_left_as_it_is(
     for step, _, told in ranks(2).run(restore, RINGS.config, own, str(source)):  # nor is any left
         assert (step, f"holds step {STEPS}" in told) == (None, True)
     for step, _, told in ranks(2).run(restore, RINGS.config, own, f"{tmp_path}/gone"):
-        assert (step, told.startswith(f"cannot go on from {tmp_path}/gone: ")) == (None, True)
+        assert (step, told.startswith(f"cannot continue from {tmp_path}/gone: ")) == (None, True)
         assert "holds no checkpoint" in told
 
 
@@ -105,7 +105,7 @@ def test_a_new_node_gets_all_it_needs_from_the_others_unless_a_disk_is_lost(
     before = contents(Path(copies[0]))
     for roots in ([copies[0], f"{tmp_path}/newer"], [copies[0]] * 2):  # and no new beginning
         for step, _, told in ranks(2).run(restore, RINGS.config, roots):
-            assert (step, "lie on a disk that no rank sees" in told) == (None, True)
+            assert (step, "are on a disk that no rank sees" in told) == (None, True)
     assert contents(Path(copies[0])) == before
     for step in Path(copies[1]).glob("step-*"):  # a first save that did not reach every disk is none
         shutil.rmtree(step)

@@ -14,7 +14,7 @@ from testkit.saved_checkpoints import checkpointing, take_all
 from testkit.tiny_training import start_run, tiny_config, train_losses
 
 from engine.checkpoint.checkpointer import Snapshot
-from engine.checkpoint.parts import held_parts, read_parts, share_out, write_parts
+from engine.checkpoint.parts import local_parts, read_parts, share_out, write_parts
 from engine.config.settings import RunConfig
 from engine.runs.checkpoints import list_checkpoints, read_manifest
 
@@ -127,7 +127,7 @@ def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_tak
 ) -> None:
     answers = ranks(2).run(restore_damaged, CASES[1].config, str(tmp_path))
     assert [step for step, _, _ in answers] == [1, 1]
-    assert "step 2 is put aside" in answers[0][1]
+    assert "step 2 is moved aside" in answers[0][1]
     assert len(list(tmp_path.glob("step-00000002.bad-*"))) == 1
     for _, _, (first, second, restoring) in answers:
         assert first == second >= 4  # its folder, its files, their hashes, its commit
@@ -187,7 +187,7 @@ def test_the_newest_the_last_saved_and_the_one_that_a_run_began_with_are_kept(ra
 
 def test_of_what_several_ranks_hold_each_writes_a_share_and_nothing_twice(tmp_path: Path) -> None:
     tensors = {name: torch.arange(4.0) for name in "abcd"} | {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2)}
-    chosen = share_out([held_parts(tensors, rank) for rank in range(2)])
+    chosen = share_out([local_parts(tensors, rank) for rank in range(2)])
     files = [[chunk.file for chunk in facts.chunks] for facts in chosen.values()]
     one, other = ["rank00000.safetensors"], ["rank00001.safetensors"]
     assert files == [one, other, one, other, one, []]

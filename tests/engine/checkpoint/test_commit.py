@@ -177,7 +177,7 @@ def test_newest_milestones_and_protected_ones_are_kept(
     assert found == gone
 
 
-def test_a_disk_is_known_by_what_lies_on_it(tmp_path: Path) -> None:
+def test_a_disk_is_identified_by_a_file_on_it(tmp_path: Path) -> None:
     one = tmp_path / "deep/one"
     (tmp_path / "link").symlink_to(one, target_is_directory=True)
     first = storage_id(one)

@@ -282,7 +282,7 @@ def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, te
         (["x"], r"message 0 is 'x'"),
         ([{"role": "user"}], r"message 0 is {'role': 'user'}"),
         ([*talk("user: x"), {"role": "assistant", "content": None}], r"message 1 is .*None}; .* a string as content"),
-        ([*talk("user: x"), {"role": 3, "content": "y"}], r"message 1 is .*3.*an object with a role"),
+        ([*talk("user: x"), {"role": 3, "content": "y"}], r"message 1 is .*3.*an object with role"),
     ],
 )
 def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:

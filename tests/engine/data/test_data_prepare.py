@@ -214,7 +214,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     assert peak < 90e6
 
 
-def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:
+def test_a_read_only_folder_is_named(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot prepare data: .*/file.*data\.prepared_dir or BURST_CACHE_DIR"):
         prepare(text_config(corpus, prepared_dir=str(tmp_path / "file" / "out")))
@@ -268,7 +268,7 @@ def prepare_in_process(config: DataConfig, cache: str, barrier: Any, results: An
     results.put((str(prepared.path), prepared.content_hash, "encode" in built))
 
 
-def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Path) -> None:
+def test_processes_that_prepare_together_share_one_result(corpus: Path, cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(3), context.Queue()
     arguments = (text_config(corpus), str(cache), barrier, results)
@@ -337,7 +337,7 @@ def test_foreign_shards_are_read_through_once_and_must_be_there_and_agree(tmp_pa
         prepare(shards_config(tmp_path / "p"))
 
 
-def test_data_that_somebody_else_has_prepared_meanwhile_are_as_good(corpus: Path) -> None:
+def test_data_prepared_meanwhile_by_another_process_are_used(corpus: Path) -> None:
     """On a file system without locks."""
     config = text_config(corpus, tokenizer="bytes")
     first = prepare(config)

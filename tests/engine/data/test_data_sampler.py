@@ -83,7 +83,9 @@ def test_a_step_has_the_same_samples_however_it_is_divided(
     assert all(rows == seen[0] for rows in seen)
 
 
-def test_a_corpus_shorter_than_a_sample_says_what_would_fit(counting: TokenShards, tmp_path: Path) -> None:
+def test_a_corpus_shorter_than_a_sample_is_refused_with_the_longest_seq_len(
+    counting: TokenShards, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"has 1,000 tokens, but seq_len=1,000 needs at least 1,001.*at most 999"):
         packed(counting, 1000, 0)
     assert packed(counting, 999, 0).sources[0].per_epoch == 1
@@ -187,7 +189,7 @@ def test_shares_are_those_of_the_weights_and_nobody_gets_none(
 def test_of_every_block_each_set_has_its_share_and_a_batch_holds_whole_rows(sources: list[Samples]) -> None:
     mixed = Sampler(sources, (0.7, 0.2, 0.1), seed=1)
     for block in range(2):
-        places = [mixed.place_of(block * BLOCK + position) for position in range(BLOCK)]
+        places = [mixed.locate(block * BLOCK + position) for position in range(BLOCK)]
         drawn = np.array([int(shards.folder.name) for shards, _ in places])
         for samples, start, share in zip(sources, (0, 1000, 1500), (7000, 2000, 1000), strict=True):
             own = [places[position][1] for position in np.flatnonzero(drawn == start)]

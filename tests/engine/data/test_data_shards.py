@@ -129,7 +129,7 @@ def test_token_bytes_come_from_a_file_or_a_known_tokenizer_or_are_null(tmp_path:
 
 @given(count=st.integers(1, 60), chunk=st.integers(1, 9), data=st.data())
 @quick
-def test_echoed_every_piece_comes_twice(
+def test_echo_repeats_every_chunk_once(
     tmp_path_factory: pytest.TempPathFactory, count: int, chunk: int, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("text")

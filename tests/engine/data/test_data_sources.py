@@ -44,7 +44,7 @@ def test_text_files_are_documents_sorted_by_path_each_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("unit", ["ä€😀", "line ü\n", "x"])
-def test_long_text_comes_in_pieces_that_join_to_it(tmp_path: Path, unit: str) -> None:
+def test_long_text_is_read_in_chunks_that_join_to_it(tmp_path: Path, unit: str) -> None:
     text = unit * (5 * CHUNK_BYTES // (2 * len(unit.encode()))) + "tail"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
@@ -111,7 +111,7 @@ BROKEN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
         ),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_place(
+def test_unreadable_data_are_named_with_their_position(
     tmp_path: Path, kind: str, name: str, content: Any, message: str
 ) -> None:
     (tmp_path / "other.txt").write_text("x")

@@ -66,7 +66,7 @@ def test_a_row_with_a_key_twice_is_left_out_by_on_bad_row(tmp_path: Path) -> Non
     assert texts(opened("jsonl", tmp_path, on_bad_row="skip")) == ["x"]
 
 
-def test_bad_places_of_all_files_are_listed_together(tmp_path: Path) -> None:
+def test_bad_rows_of_all_files_are_listed_together(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{bad\n{"other": 1}\n')
     (tmp_path / "b.jsonl").write_text('{"text": 5}\n')
     with pytest.raises(DataError) as caught:
@@ -117,7 +117,7 @@ def test_conversations_that_cannot_be_used_are_left_out_on_request(tmp_path: Pat
     assert len(texts(opened("jsonl", tmp_path, **how))) == 1
 
 
-def test_a_text_file_that_is_bad_at_its_end_is_left_out_whole(tmp_path: Path) -> None:
+def test_a_text_file_with_a_bad_end_is_skipped_completely(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"line\n" * 500_000 + b"\xff")
     (tmp_path / "b.txt").write_text("good")
     assert texts(opened("text", tmp_path, on_bad_row="skip")) == ["good"]
@@ -157,7 +157,7 @@ def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> Non
         texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
 
 
-def test_a_row_in_the_form_of_sharegpt_says_how_to_convert_it(tmp_path: Path) -> None:
+def test_a_sharegpt_row_is_refused_with_a_conversion(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"conversations": [{"from": "human", "value": "hi"}]}\n')
     source = opened("jsonl", tmp_path, messages_field="conversations", chat_template="chatml")
     with pytest.raises(DataError, match=r"a\.jsonl:1: message 0 .*ShareGPT.*becomes role \(human: user"):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.config.settings import LossConfig
 from engine.device.live_tensors import LiveTensorTracker
-from engine.device.row_blocks import FakeRun, rehearse
+from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.loss.fused import linear_cross_entropy
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
@@ -55,7 +55,7 @@ def test_a_rehearsal_of_a_gpu_takes_results_and_no_wide_temporaries(name: str) -
     function, inputs, results, expected = CASES[name]
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        rehearse(FakeRun(as_accelerator=True)),
+        use_fake_run(FakeRun(as_accelerator=True)),
         LiveTensorTracker() as tracker,
     ):
         leaves = [torch.empty_like(x).requires_grad_() for x in inputs]

@@ -49,7 +49,7 @@ def test_a_model_has_the_gradients_that_torch_alone_gives_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
-def test_kernels_are_for_floating_point_numbers_where_somebody_asks_for_them(
+def test_triton_kernels_run_only_for_floating_point_tensors_if_enabled(
     interpreter: Interpreter, dtype: torch.dtype
 ) -> None:
     assert interpreter.run(uses_triton, torch.zeros(3, dtype=dtype)) == dtype.is_floating_point

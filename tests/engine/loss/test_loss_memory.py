@@ -47,7 +47,7 @@ def test_evaluation_takes_only_hidden_and_label_per_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_scales_both_gradients_in_their_own_memory(dtype: torch.dtype) -> None:
+def test_backward_scales_both_gradients_in_place(dtype: torch.dtype) -> None:
     hidden, weight = (torch.randn(4096, 256, dtype=dtype).requires_grad_() for _ in range(2))
     labels = torch.arange(4096)
     with LiveTensorTracker() as tracker:

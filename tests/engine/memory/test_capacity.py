@@ -29,7 +29,7 @@ def found(hardware: Hardware, device: str | None = None, ranks: int = 8, **secti
     return capacity_of(changed(RunConfig(), **sections), ranks, device=device, hardware=hardware)
 
 
-def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
+def test_the_default_device_of_plans_is_an_h100() -> None:
     assert found(LAPTOP) == H100
     alone = found(LAPTOP, "gh200")  # which no vendor's server has eight of
     assert (alone.host_bytes_per_node, alone.host_source) == (None, "unknown")

@@ -15,8 +15,8 @@ from testkit.tiny_training import own_part, random_batches, start_run, tiny_conf
 from engine.activations.store import HostStore
 from engine.attention.buffers import BufferPool, allocate_tensor, buffer_location
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.device.host_memory import HostMemoryError, HostPool, host_empty, lies_in_host_memory, piece_sizes
-from engine.device.row_blocks import FakeRun, rehearse
+from engine.device.host_memory import HostMemoryError, HostPool, chunk_sizes, host_empty, is_in_host_memory
+from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.parallel.parallelize import activation_limit
 from engine.planning.topology import Topology
 from engine.runs.folder import describe_error
@@ -32,20 +32,20 @@ def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
     memory.add_(torch.ones(6, requires_grad=True).detach())
     view = memory[1:].t().view(torch.int32)
     assert (memory.shape, memory.dtype) == ((4, 6), torch.float32)
-    assert lies_in_host_memory(view)
-    assert not lies_in_host_memory(memory.clone())
+    assert is_in_host_memory(view)
+    assert not is_in_host_memory(memory.clone())
 
 
 def test_host_slots_of_plans_are_host_memory_on_a_cpu_too() -> None:
     for where, expected in (("host", True), ("device", False)):
         place = buffer_location(CPU, where)
-        assert lies_in_host_memory(BufferPool().lease().empty((3, 2), torch.float32, place)) is expected
-        assert lies_in_host_memory(allocate_tensor((3, 2), torch.float32, place)) is expected
+        assert is_in_host_memory(BufferPool().lease().empty((3, 2), torch.float32, place)) is expected
+        assert is_in_host_memory(allocate_tensor((3, 2), torch.float32, place)) is expected
 
 
 @given(st.integers(0, 1 << 44))
-def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_would_double(size: int) -> None:
-    pieces = piece_sizes(size, pinned=True)
+def test_chunks_of_pinned_memory_waste_less_than_an_eighth(size: int) -> None:
+    pieces = chunk_sizes(size, pinned=True)
     assert len(pieces) <= (4 if size > 64 * KIB else 1)
     assert list(pieces) == sorted(pieces, reverse=True)
     assert all(piece.bit_count() == 1 for piece in pieces)  # nothing is rounded
@@ -57,7 +57,7 @@ def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
     pool, seen = HostPool(pinned=pinned), []
-    with rehearse(FakeRun(as_accelerator=True)):  # whose pinned memory needs no GPU
+    with use_fake_run(FakeRun(as_accelerator=True)):  # whose pinned memory needs no GPU
         for _ in range(3):
             taken = pool.take(300 * KIB, 300 * KIB, 64 * KIB, 5)
             pieces = [piece.data_ptr() for buffers in taken for piece in buffers]
@@ -74,7 +74,7 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
     with pytest.raises(HostMemoryError) as caught:
         pool.take(400)
     text = str(caught.value)
-    named = ["400 bytes more", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
+    named = ["400 more bytes", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
     assert [words for words in named if words not in text] == []
     assert describe_error(caught.value)["kind"] == "oom"
     assert pool.in_use_bytes == 700
@@ -85,9 +85,9 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
     assert (pool.idle_bytes, pool.in_use_bytes) == (0, 900)
 
 
-def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
+def test_chunks_taken_before_the_limit_is_hit_are_returned() -> None:
     pool = HostPool(300 * KIB, pinned=True)
-    with rehearse(FakeRun(as_accelerator=True)):
+    with use_fake_run(FakeRun(as_accelerator=True)):
         for sizes in ([384 * KIB], [256 * KIB, 128 * KIB]):
             with pytest.raises(HostMemoryError):
                 pool.take(*sizes)  # 256 fit, 128 do not

@@ -91,7 +91,7 @@ def kept_bytes(config: RunConfig) -> int:
     [("burst", [*POLICIES]), ("loongtrain", ["attn_out", "every 2"]), ("ring", ["rho 0.25", "layers"])],
     ids=["burst", "loongtrain", "ring"],
 )
-def test_what_is_kept_is_what_the_table_says(ranks: Pools, preset: str, names: list[str]) -> None:
+def test_saved_bytes_equal_the_documented_table(ranks: Pools, preset: str, names: list[str]) -> None:
     for name in names:
         # A ring of contiguous blocks: the ranks with the end of the sequence keep most of it.
         config = config_of(preset, POLICIES[name], **({"layout": "contiguous"} if preset == "ring" else {}))

@@ -176,7 +176,7 @@ def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
     assert (choice.memory_fits, len(never.asked) <= 2 * 12) == (False, True)
 
 
-def test_what_is_named_is_kept() -> None:
+def test_named_settings_are_not_changed() -> None:
     configured = seven_b(memory={"activation_checkpoint": "full"})
     run = resolve_run(configured, WORLD, H100, capacity(1), PREDICT)
     assert (run.config, run.decision(POLICY).rule) == (configured, Rule.CONFIGURED)
@@ -210,7 +210,7 @@ def test_when_nothing_fits_it_is_said_what_is_missing_and_how_many_ranks_would_d
     assert "memory.host_bytes=" in advice(capacity(SHORT, None), seven_b(train={"seq_len": 2**20}))[0]
 
 
-def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None:
+def test_an_open_policy_is_rated_as_saving_everything() -> None:
     """It would save 3% on one node; one that computes again what it can would save nothing there."""
     asked, world, machine = open_config(2**17), Topology(2, 4), find_machine("h100", {"inter_bytes_per_s": 20e9})
     resolved = replace(asked, memory=replace(asked.memory, activation_checkpoint="none", activation_store="device"))

@@ -30,7 +30,7 @@ class Greedy(torch.autograd.Function):
         return torch.empty(MORE_THAN_ANY_MACHINE, dtype=torch.uint8)
 
 
-def test_failure_of_torchs_cpu_allocator_names_what_was_asked_inside_backward_too() -> None:
+def test_failure_of_torchs_cpu_allocator_names_the_size_inside_backward_too() -> None:
     x = torch.ones(1, requires_grad=True)
     asked = {
         **{"where": "host", "device": "cpu", "asked_bytes": MORE_THAN_ANY_MACHINE, "capacity_bytes": None},
@@ -60,7 +60,7 @@ def test_failure_of_torchs_cpu_allocator_names_what_was_asked_inside_backward_to
         (RuntimeError("out of luck"), None),
     ],
 )
-def test_place_is_told_by_the_error(error: Exception, where: str | None) -> None:
+def test_the_error_determines_where_memory_ran_out(error: Exception, where: str | None) -> None:
     measured = measure_out_of_memory(error)
     assert (measured and measured["where"]) == where
     assert where != "device" or (measured or {}).items() >= {"device": "cuda", "peak_source": "unknown"}.items()
@@ -82,7 +82,7 @@ def test_error_that_was_raised_from_lack_of_memory_is_lack_of_memory() -> None:
     ("size", "expected"),
     [("20.50 GiB", 41 << 29), ("12 B", 12), ("1.00 KiB", 1 << 10), ("3 MiB", 3 << 20), ("2 TiB", 2 << 40)],
 )
-def test_what_was_asked_for_is_read_from_the_text_unless_the_error_knows(size: str, expected: int) -> None:
+def test_the_requested_size_is_parsed_from_the_text_without_an_attribute(size: str, expected: int) -> None:
     error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}. GPU 0 has")
     measured = measure_out_of_memory(error)
     assert (measured or {})["asked_bytes"] == expected

@@ -19,8 +19,8 @@ from engine.predict.memory_ranks import reserve_bytes
 from engine.predict.policy_cost import (
     PolicyCost,
     kept_bytes,
-    own_parameters,
     policy_cost,
+    rank_parameters,
     recomputed_parameters,
 )
 from engine.resolve.legality import method_on
@@ -44,8 +44,8 @@ def test_policies_take_turns_and_groups_share_one_input() -> None:
         (mixed, [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)]),  # and with another policy
     ):
         policies = layer_policies(memory, 5)
-        assert [(policy.place, policy.group_size) for policy in policies] == expected
-        assert [policy.keeps_input for policy in policies] == [place == 0 for place, _ in expected]
+        assert [(policy.index, policy.group_size) for policy in policies] == expected
+        assert [policy.saves_input for policy in policies] == [place == 0 for place, _ in expected]
 
 
 def test_ranks_do_not_resolve_auto() -> None:
@@ -109,7 +109,7 @@ def test_sequences_of_a_batch_are_more_rows_and_tensor_parallel_ranks_divide_hea
 def test_a_rank_has_at_least_its_states_and_what_layers_keep_and_moves_there_and_back_what_lies_on_the_host() -> None:
     config = seven_b()
     numbers, layer = count_parameters(config.model).total // 8, 2 * T * D
-    assert own_parameters(config, method_on(config, WORLD)) == numbers
+    assert rank_parameters(config, method_on(config, WORLD)) == numbers
     on_host: dict[str, Any] = {"activation_store": "host"}
     for memory, device, host, moved in (
         ({}, 12 * numbers + 32 * layer, 0, 0),

@@ -169,7 +169,7 @@ def test_few_layers_say_what_all_of_them_would(name: str) -> None:
     assert predicted(config, world_size) == predicted(config, world_size, whole=True)
 
 
-def test_copies_to_the_host_hold_no_memory_while_later_layers_keep_on_the_device() -> None:
+def test_copies_to_the_host_hold_no_memory_while_later_layers_save_on_the_device() -> None:
     config = small_config(2048, policy="full", cluster={"backend": "nccl"}, train=BF16)
     memory = replace(config.memory, activation_store="host", host_layers=3, host_bytes=1)  # no limit stops a prediction
     peaks = [predicted(one).phase_peaks["loss"] for one in (config, replace(config, memory=memory))]
@@ -206,7 +206,7 @@ def test_components_and_phases_add_up_and_a_second_prediction_is_the_same() -> N
         predicted(small_config())
 
 
-def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
+def test_on_cuda_weights_on_the_host_count_as_host_memory() -> None:
     on_device, on_host = (
         predicted(small_config(64, memory={"optimizer_store": store}, train=BF16, cluster={"backend": "nccl"}))
         for store in ("device", "host")

@@ -33,7 +33,7 @@ def run_of(seq_len: int) -> RunConfig:
     return RunConfig(train=TrainConfig(seq_len=seq_len))
 
 
-def test_prediction_comes_back_whole(predictor: Predictor) -> None:
+def test_a_prediction_round_trips(predictor: Predictor) -> None:
     found = predictor.predict(run_of(8), METHOD, WORLD)
     assert isinstance(found, MemoryPrediction)
     assert (found.world_size, found.needed_bytes) == (6, found.device_peak_bytes + 5)

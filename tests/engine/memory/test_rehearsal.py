@@ -1,4 +1,4 @@
-"""A rehearsed plan has the same buffers and the largest work of each kind; the stand-in kernel takes what it should."""
+"""A sampled plan has the same buffers and the largest work of each kind; the stand-in kernel takes what it should."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.planning.program.ops import RankPlan, Tile
 from engine.planning.schedules.plan import plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band, Mask
-from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed
+from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_plan
 
 MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
 
@@ -34,10 +34,10 @@ def rows_of(tile: Tile) -> tuple[int, int]:
 
 @pytest.mark.parametrize("preset", ["burst", "ring", "striped", "usp", "megatron_allgather", "loongtrain"])
 def test_a_rehearsal_keeps_the_buffers_and_the_largest_tiles(preset: str) -> None:
-    assert rehearsed(RankPlan(0, (), ())) == RankPlan(0, (), ())
+    assert sampled_plan(RankPlan(0, (), ())) == RankPlan(0, (), ())
     for plan in plans_of(preset):
         kinds = {op.op for step in plan.steps for op in (*step.pre, *step.after)}
-        short = rehearsed(plan)
+        short = sampled_plan(plan)
         assert {op.op for step in short.steps for op in (*step.pre, *step.after)} == kinds
         assert short.buffers == plan.buffers
         assert len(short.steps) == 1

@@ -96,7 +96,7 @@ def test_on_the_device_nothing_is_left_but_weights_inputs_and_output(keeps: bool
     assert alive == owned if keeps else alive > 2 * owned
 
 
-def test_a_tensor_is_kept_once_whoever_saves_it_in_whatever_shape() -> None:
+def test_a_tensor_is_saved_once_in_any_shape() -> None:
     store, x = CountingStore(), torch.randn(6, 4, requires_grad=True)
     hidden = x * 2
     with offloaded(store, leave=[x]):
@@ -135,7 +135,7 @@ def test_the_store_holds_what_autograd_needs_and_not_the_tensor() -> None:
     assert store.in_use_bytes == 0
 
 
-def test_strides_come_back_where_the_elements_fill_their_memory() -> None:
+def test_strides_are_restored_if_elements_fill_their_memory() -> None:
     seen = []
 
     class Look(torch.autograd.Function):
@@ -157,7 +157,7 @@ def test_strides_come_back_where_the_elements_fill_their_memory() -> None:
     assert seen == [(1, 12, 4), (8, 4, 1)]
 
 
-def test_what_lives_on_anyway_stays() -> None:
+def test_tensors_that_stay_alive_anyway_are_not_offloaded() -> None:
     store = CountingStore()
     weight, table = nn.Parameter(torch.randn(4, 4)), torch.randn(4)
     frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)

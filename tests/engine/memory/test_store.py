@@ -58,7 +58,7 @@ def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
 
 @every_store
 @pytest.mark.parametrize("part", [slice(2, 5), slice(None, None, 2)])
-def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) -> None:
+def test_a_saved_view_frees_its_base(make: MakeStore, part: slice) -> None:
     store, whole = make(), numbers(1000).view(10, 100)
     memory = weakref.ref(whole.untyped_storage())
     kept = store.save([whole[part]])
@@ -72,7 +72,7 @@ def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) ->
 
 
 @every_store
-def test_fetching_after_release_says_that_backward_ran_twice(make: MakeStore) -> None:
+def test_fetching_after_release_reports_a_second_backward(make: MakeStore) -> None:
     kept = make().save([numbers(3)])
     for _ in range(2):
         kept.release()
@@ -140,11 +140,11 @@ def test_after_an_exception_all_buffers_return() -> None:
     assert store.pool.idle_bytes == 200
 
 
-def test_what_cannot_be_kept_is_refused_whole() -> None:
+def test_tensors_that_cannot_be_saved_are_refused_completely() -> None:
     store = HostStore(CPU, NoStreams(), HostPool(100))
     with pytest.raises(HostMemoryError):
         store.save([numbers(20), numbers(10)])
     assert store.in_use_bytes == 0
     backward([store.save([numbers(10)])], 0.0)
-    with pytest.raises(ValueError, match="store for cpu was given a tensor on meta"):
+    with pytest.raises(ValueError, match="got a tensor on meta, expected cpu"):
         store.save([torch.empty(3, device="meta")])

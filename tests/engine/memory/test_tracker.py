@@ -42,7 +42,7 @@ def test_each_storage_counts_once_at_its_size_until_it_is_freed_and_views_nothin
     assert tracker.peak_bytes == moment.codes.nbytes + moment.scale.nbytes + moment.qmap.nbytes
 
 
-def test_host_memory_counts_apart_with_a_peak_of_its_own() -> None:
+def test_host_memory_has_a_separate_peak() -> None:
     with LiveTensorTracker() as tracker:
         on_host = host_empty((100,), torch.float32, pinned=False)
         assert (tracker.live_bytes, tracker.peak_host_bytes) == (0, 100 * FLOAT)
@@ -84,7 +84,7 @@ def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
         moment = tracker.moment
         kept, pooled = torch.zeros(20), torch.zeros(7)
         torch.zeros(30)  # gone when it is asked
-        tracker.relabel_since(moment, "kept", keep=frozenset({"pool"}))
+        tracker.relabel_since(moment, "kept", exclude=frozenset({"pool"}))
         tracker.reset_peak()
     assert tracker.device.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
 

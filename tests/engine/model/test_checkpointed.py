@@ -164,7 +164,7 @@ def test_what_cannot_be_tiled_is_refused():
         tile_tokens_of(config, UNCHUNKED)
 
 
-def test_layers_are_tiled_where_chunks_or_tiles_are_asked_for():
+def test_layers_are_tiled_if_chunks_or_tiles_are_configured():
     assert tile_tokens_of(TINY, replace(UNCHUNKED, preset="ulysses")) is None
     assert tile_tokens_of(TINY, UNCHUNKED) == TINY.model.hidden_size
     assert tile_tokens_of(TINY, METHOD) == 7

@@ -50,7 +50,7 @@ def test_tied_weights_stay_one_parameter(change) -> None:  # type: ignore[no-unt
     assert [name for name, _ in model.named_parameters() if "head" in name] == []
 
 
-def test_hidden_keeps_the_dtype_of_the_weights() -> None:
+def test_hidden_has_the_dtype_of_the_weights() -> None:
     model = build(SMALL, torch.bfloat16)
     hidden = model(make_tokens(SMALL, 1, 5), torch.arange(5), causal_attention(5))
     assert hidden.dtype == torch.bfloat16

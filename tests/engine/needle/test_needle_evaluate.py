@@ -135,7 +135,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "sections"), CASES, ids=str)
-def test_every_way_of_running_scores_as_whole_logits_do(
+def test_scores_equal_those_of_whole_logits_for_every_execution(
     ranks: Pools, script: tuple[Scripted, Array], world_size: int, sections: dict[str, Any]
 ) -> None:
     tasks, expected = script

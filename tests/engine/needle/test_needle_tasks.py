@@ -137,7 +137,7 @@ def test_samples_have_texts_keys_and_numbers_of_their_own(splits: dict[str, Toke
 
 @given(start=st.integers(0, 10**6), count=st.integers(0, 9000))
 @quick
-def test_a_haystack_goes_on_from_the_beginning_when_the_split_ends(
+def test_a_haystack_wraps_around_at_the_end_of_the_split(
     splits: dict[str, TokenShards], start: int, count: int
 ) -> None:
     shards = splits["bytes"]

@@ -107,7 +107,7 @@ FEW = "cluster: 4 ranks on this node, but GPUs visible: 2; set cluster.ranks_per
         ("nccl", False, ["cluster.backend=nccl: torch ", FEW, "cuda:3"]),
     ],
 )
-def test_a_rank_computes_on_its_own_gpu_or_where_it_may_on_the_cpu(backend: Any, share: bool, devices: Any) -> None:
+def test_a_rank_computes_on_one_gpu_or_on_the_cpu_with_gloo(backend: Any, share: bool, devices: Any) -> None:
     cluster = ClusterConfig(backend=backend, ranks_share_device=share)
     for gpus, device in zip((0, 2, 4), devices, strict=True):
         if device.startswith(("cpu", "cuda:")):
@@ -153,7 +153,7 @@ def mesh_of_rank(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[Any,
         ((2, 1, 1, 2), None, Topology(1, 1)),
     ],
 )
-def test_four_ranks_find_their_places(
+def test_four_ranks_form_the_grid_of_their_axes(
     ranks: Pools, sizes: tuple[int, int, int, int], nodes: int | None, of_cp: Topology
 ) -> None:
     """Replicas, shards, cp and tp are axes of a grid, the last of them of neighbours."""
@@ -181,7 +181,7 @@ def topology_by(local_sizes: tuple[int, ...]) -> Topology:
 @pytest.mark.parametrize(
     ("local_sizes", "found"), [((2,) * 4, Topology(2, 2)), ((1, 3, 3, 3), Topology(4, 1)), ((3,) * 4, Topology(4, 1))]
 )
-def test_ranks_that_lie_unevenly_count_as_a_node_each(
+def test_unevenly_placed_ranks_count_as_one_node_each(
     ranks: Pools, local_sizes: tuple[int, ...], found: Topology
 ) -> None:
     assert ranks(4).run(topology_by, local_sizes) == [found] * 4
@@ -195,7 +195,7 @@ def wait_alone() -> None:
         dist.all_reduce(torch.zeros(1), group=mesh.fsdp_mesh.get_group("dp_replicate"))
 
 
-def test_in_training_no_group_waits_for_a_rank_that_does_not_come(ranks: Pools) -> None:
+def test_in_training_every_group_times_out_for_a_missing_rank(ranks: Pools) -> None:
     with pytest.raises(RankFailedError, match=r"rank 0[\s\S]*(Timed out|timed out|timeout)[\s\S]*1000 ?ms"):
         ranks(2).run(wait_alone, timeout_s=60.0)
     # A wait ends after whoever watches for hangs.

@@ -64,7 +64,7 @@ def test_compiling_without_a_compiler_is_a_config_error(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("given", "is_kept"), [(None, False), ("/tmp/torchinductor_me", False), ("{}/given/by/a/person", True)]
 )
-def test_compiling_on_a_cpu_keeps_out_of_the_folder_that_a_killed_run_may_have_spoilt(
+def test_compiling_on_a_cpu_avoids_the_shared_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, is_kept: bool
 ) -> None:
     given = given and given.format(tmp_path)

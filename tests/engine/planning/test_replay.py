@@ -78,7 +78,7 @@ def test_products_over_queries_and_keys_cost_another_width_than_those_over_value
     assert tile_flops(tile, buffers, shape, "backward") == 64 * 2 * (3 * 24 + 2 * 16)
 
 
-def test_a_tile_costs_its_own_heads_only() -> None:
+def test_a_tile_costs_only_the_heads_of_its_buffer() -> None:
     shape = TokenBytes(num_heads=12, num_kv_heads=4, qk_dim=64, v_dim=64)
     tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0))
     for count in (1, 2, 3, 5):
@@ -278,7 +278,7 @@ def test_an_exchange_among_all_ranks_fills_every_link(size: int) -> None:
     assert timeline.total_s == (size - 1) * 2.0 + 0.5
 
 
-def test_a_shared_nic_serves_the_ranks_of_a_node_in_turn() -> None:
+def test_a_shared_nic_serves_the_ranks_of_a_node_one_after_another() -> None:
     """Rank 0 and 1 swap blocks with 2 and 3 on the other node: 8 s each, one after the other on one NIC."""
     plans = {}
     for rank in range(4):

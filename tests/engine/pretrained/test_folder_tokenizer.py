@@ -175,7 +175,7 @@ def test_a_llama_2_folder_has_the_ids_of_its_class(
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
-def test_a_note_says_whose_ids_are_taken_where_versions_differ(tmp_path: Path, name: str) -> None:
+def test_a_note_names_the_version_whose_ids_are_used(tmp_path: Path, name: str) -> None:
     files = open_tokenizer(write(tmp_path, "prepend", **{"tokenizer_config.json": {"tokenizer_class": name}}))
     theirs = [AutoTokenizer.from_pretrained(tmp_path).encode(text, add_special_tokens=False) for text in PROBE_TEXTS]
     inner = Tokenizer.from_file(str(files.file))

@@ -176,7 +176,7 @@ def test_ntk_is_written_as_the_larger_base_that_it_is_and_a_shape_that_no_family
         (AttentionConfig(mask="window", window_tokens=512), 4096, None),
     ],
 )
-def test_a_model_with_a_window_is_not_asked_to_look_beyond_it(
+def test_a_mask_beyond_the_models_window_is_refused(
     tmp_path: Path, attention: AttentionConfig, seq_len: int, problem: str | None
 ) -> None:
     model, window = SHAPES["mistral"]

@@ -150,7 +150,7 @@ def test_a_process_that_hangs_stays_and_can_be_killed(kind: str) -> None:
         assert process.wait(timeout=200) == -signal.SIGKILL
 
 
-def test_the_interpreter_is_held_so_that_no_other_thread_runs() -> None:
+def test_hang_gil_blocks_other_threads() -> None:
     process = started(HOLD)
     assert process.stdout is not None
     before = b""

@@ -25,7 +25,7 @@ def entry(group: str, seq: int, op: str = "gloo:all_reduce", **facts: Any) -> di
     }
 
 
-def test_the_last_collective_of_every_group_is_kept_however_old() -> None:
+def test_the_last_collective_of_every_group_is_in_the_record() -> None:
     rare = entry("rare", 1, retired=False, input_sizes=[[number] for number in range(5)])
     done = entry("done", 1, retired=False, state="completed")
     first, second, *last = reduce_trace([rare, done, *(entry("busy", seq) for seq in range(1, 200))])
@@ -82,7 +82,7 @@ def recorded() -> dict[str, Any]:
     return record
 
 
-def test_a_collective_that_waits_for_one_rank_stands_in_the_records_of_the_others_only(ranks: Pools) -> None:
+def test_a_collective_waiting_for_one_rank_is_in_the_records_of_the_others_only(ranks: Pools) -> None:
     records = ranks(3).run(recorded)
     found = [last_of_test(record) for record in records]
     assert [(each["seq"], each["state"]) for each in found] == [(2, "scheduled"), (1, "completed"), (2, "scheduled")]

@@ -47,14 +47,12 @@ def test_a_checkout_tells_its_commit_and_what_was_changed_and_cuts_what_is_huge(
         assert (len(facts["diff"]), facts["diff_truncated"]) == (MAX_DIFF_CHARACTERS, is_cut)
 
 
-def test_folder_inside_somebody_elses_checkout_is_not_that_checkout(checkout: Path) -> None:
+def test_a_folder_inside_another_checkout_is_not_that_checkout(checkout: Path) -> None:
     (checkout / "site-packages").mkdir()
     assert git_facts(checkout / "site-packages") is git_facts(Path("/")) is None
 
 
-def test_what_a_run_comes_from_is_told_of_the_folder_of_the_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_provenance_is_that_of_the_packages_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_bytes(b'#!/bin/sh\necho "GPU\xff, 80 MiB, 1.2"\necho "$*" >&2\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

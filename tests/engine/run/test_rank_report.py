@@ -193,7 +193,7 @@ for stream in (sys.stdout, sys.stderr):
 """
 
 
-def test_what_was_said_before_output_goes_to_the_log_is_not_in_it(log: Path) -> None:
+def test_output_before_the_redirection_is_not_in_the_log(log: Path) -> None:
     command = [sys.executable, "-c", REDIRECTED, str(log)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": ""}, capture_output=True)
     assert (done.stdout, done.stderr, log.read_bytes()) == (b"before", b"before", b"after 3\nafter 3\n")
@@ -233,7 +233,7 @@ def test_the_straggler_is_the_rank_that_waits_least(waits: list[float], straggle
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_grow_in_place_where_nobody_has_said_otherwise(name: str | None) -> None:
+def test_expandable_segments_are_the_default(name: str | None) -> None:
     environment = {"PATH": "/bin"} if name is None else {name: "max_split_size_mb:512"}
     ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if name is None else {}
     expected = environment | ours

@@ -103,7 +103,7 @@ def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
         "note: a disk is slow",
         "warning: first",
         "attention kernel cpu_flash (auto)",
-        "going on after step 4, from a checkpoint of a run",
+        "resuming after step 4, from a checkpoint of a run",
         "checkpoint of step 5: 1.5 MiB in 1.5 s, training waited 250 ms",
         "step 6 is dropped (skip): the loss is nan; samples 8 to 11",
         "step 5  validation loss 2.0000",

@@ -55,7 +55,7 @@ def test_figures_of_a_run(table: list[dict[str, Any]], warmup: int, expected: di
     assert summarise(table, warmup) == NOTHING | expected
 
 
-def test_what_was_predicted_stands_in_the_summary() -> None:
+def test_the_prediction_is_in_the_summary() -> None:
     step = {"step_time": {"seconds": 1.5, "machine": "h100", "parts": {}}}
     times = {"predicted_step_time_s": 1.5, "predicted_step_machine": "h100"}
     assert predicted_facts({"device_peak_bytes": 5, "fits": True}) == {"predicted_peak_bytes": 5}

@@ -79,7 +79,7 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(injured: Any) ->
     assert (dropped["first_sample"], dropped["last_sample"]) == (2 * samples, 3 * samples - 1)
 
 
-def test_rewound_training_goes_on_with_other_data(injured: Any) -> None:
+def test_rewound_training_continues_with_later_data(injured: Any) -> None:
     run, is_well = injured(Injury(0, 4), 6, REWIND, every_steps=2)
     assert is_well
     rows, state, folder = run.read_metrics(), saved(run, 6).state, run.path / "checkpoints" / "step-00000006"
@@ -107,7 +107,7 @@ def test_rewound_training_goes_on_with_other_data(injured: Any) -> None:
             [1, 2, *[3, 4] * 5, 3],
             "the loss of step 4 is nan, and 5 steps before it were dropped without progress",
         ),
-        (2, 5, [1, 2], "no checkpoint yet to go back to"),
+        (2, 5, [1, 2], "no checkpoint yet to rewind to"),
     ],
     ids=["it returns", "nothing to rewind to"],
 )

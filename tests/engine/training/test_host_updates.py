@@ -155,7 +155,7 @@ def what_happened() -> list[str]:
     return events
 
 
-def test_backward_goes_on_while_a_gradient_is_used(ranks: Pools) -> None:
+def test_backward_continues_while_a_gradient_is_used(ranks: Pools) -> None:
     events = ranks(1).run(what_happened)[0]
     assert events.index("use begins") < events.index(f"layer {LAYERS - UNITS_AHEAD}") < events.index("use ends")
     assert events.index(f"layer {LAYERS - 1}") < events.index("use begins")  # not before its own backward

@@ -9,7 +9,7 @@ from torch import Tensor
 
 STEPS, MICRO_STEPS = 3, 2
 TOLERANCE = 1e-4  # AdamW's kernels of a GPU and a CPU round otherwise, and moments near zero keep it; CPU alone: 0
-PLACES = {
+RULES = {
     "device": {},
     "host": {"optimizer_store": "host"},
     "host, in backward": {"optimizer_store": "host", "optimizer_in_backward": True},
@@ -18,7 +18,7 @@ PLACES = {
 
 def weights_after(place: str, micro_steps: int) -> dict[str, Tensor]:
     config = tiny_config(
-        memory=PLACES[place],
+        memory=RULES[place],
         optimizer={"learning_rate": 3e-3, "schedule": "constant", "max_grad_norm": None},
         attention={"preset": "single"},
         train={"grad_accum_steps": micro_steps},

@@ -39,7 +39,7 @@ def largest(values: list[list[float | None]]) -> list[float | None]:
     return max_over_ranks(values[dist.get_rank()], torch.device("cpu"))
 
 
-def test_maxima_over_ranks_keep_what_no_rank_knows_unknown(ranks: Pools) -> None:
+def test_maxima_over_ranks_are_none_where_no_rank_has_a_value(ranks: Pools) -> None:
     found = ranks(2).run(largest, [[1.0, None, None, 2.0**50], [3.0, 0.0, None, 5.0]])
     assert found == [[3.0, 0.0, None, 2.0**50]] * 2
 

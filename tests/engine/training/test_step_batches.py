@@ -56,7 +56,7 @@ class Prepared:
         return numbers
 
 
-def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
+def test_every_step_takes_its_samples_also_after_a_rewind() -> None:
     prepared = Prepared()
     with batches(9, prepared) as made:
         made.start_at(0, 0)
@@ -69,7 +69,7 @@ def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
         assert made.take(2) == [(210, 211), (214, 215)]
 
 
-def test_the_next_batches_are_made_before_anybody_asks_for_them_but_none_after_the_last_step() -> None:
+def test_batches_are_prepared_one_step_ahead_up_to_the_last_step() -> None:
     prepared = Prepared()
     with batches(2, prepared) as made:
         made.take(0)

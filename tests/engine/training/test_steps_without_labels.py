@@ -43,7 +43,7 @@ def steps_with_labels(data: DataConfig, samples_per_step: int, steps: int) -> li
     read_only = {token for first, after in zip(edges[::2], edges[1::2], strict=True) for token in range(first, after)}
 
     def has_label(number: int) -> bool:
-        _, sample = sampler.place_of(number)
+        _, sample = sampler.locate(number)
         return any(token not in read_only for token in range(sample * SEQ_LEN + 1, (sample + 1) * SEQ_LEN + 1))
 
     return [any(has_label(step * samples_per_step + row) for row in range(samples_per_step)) for step in range(steps)]
@@ -92,7 +92,7 @@ def test_an_event_names_the_samples_without_labels(ranks: Pools, long_prompts: D
     ],
     ids=["ring", "fsdp", "accumulation", "host updates", "updates in backward", "guard"],
 )
-def test_every_way_to_train_passes_over_steps_without_labels(
+def test_steps_without_labels_are_skipped_by_every_kind_of_update(
     ranks: Pools, long_prompts: DataConfig, tmp_path: Path, size: int, sections: dict[str, Any]
 ) -> None:
     rows = run_of(ranks, long_prompts, tmp_path, size, **sections).read_metrics()

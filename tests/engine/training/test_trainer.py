@@ -142,7 +142,7 @@ def test_a_rank_knows_at_any_time_where_it_is(ranks: Pools, corpus: DataConfig, 
     assert seen == [*expected, (2, 1, "evaluate"), (2, 1, "train")]
 
 
-def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
+def test_with_separate_documents_their_first_tokens_are_no_labels(ranks: Pools, tmp_path: Path) -> None:
     """Documents of a number and their end: all that can be learned there is the end, which is always the same."""
     tokens = np.full(4000, 63)
     tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
@@ -207,7 +207,7 @@ def test_sigterm_however_often_stops_at_a_step_edge_with_a_summary(corpus: DataC
 @pytest.mark.parametrize(
     ("args", "exit_code", "words"), [([], 2, "usage:"), (["/nowhere/config.yaml"], 1, "is no run folder")]
 )
-def test_the_target_says_what_it_wants(args: list[str], exit_code: int, words: str) -> None:
+def test_the_target_reports_bad_arguments(args: list[str], exit_code: int, words: str) -> None:
     with start(*args) as process:
         output, _ = process.communicate(timeout=200)
     assert process.returncode == exit_code
