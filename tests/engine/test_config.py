@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from testkit import ROOT
 from typed_settings import cases, config, values_of
 
 from engine.config.errors import ConfigError
@@ -237,8 +238,7 @@ def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
         "from engine.runs.record import config_fingerprint;"
         "print(config_fingerprint(RunConfig()), *sys.modules)"
     )
-    root = Path(__file__).resolve().parents[2]
-    fingerprint, *modules = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).split()
+    fingerprint, *modules = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split()
     assert fingerprint == config_fingerprint(RunConfig())  # the same in every process
     loaded = {name.partition(".")[0] for name in modules}
     assert loaded.isdisjoint({"torch", "numpy", "hydra", "omegaconf", "typer", "rich", "paramiko"})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit import ROOT
 from torch import Tensor
 
 from engine.config.errors import ConfigError
@@ -237,7 +237,7 @@ AGAIN = {"always": "yes", "flag": "on demand", "never": "no"}
 
 
 def test_the_table_of_the_documentation_is_what_kernels_declare() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "attention.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
     section = text[text.index("## Kernels") : text.index("`auto` tries them")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "| `" in line]
     found = {row[0].strip("`"): row for row in rows if row[0] != "`attention.kernel`"}

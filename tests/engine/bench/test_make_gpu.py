@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 # What the image of a GPU machine may lack; `sitecustomize` below makes them look as if they were not installed.
 LACKING = (
     "hydra",
@@ -82,7 +82,7 @@ def test_gpu_tests_are_collected_without_the_packages_of_a_development_environme
     done = run_script(tmp_path, test_seconds=180, python=tests_alone)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\d+ skipped, \d+ deselected", done.stdout), done.stdout
-    marked = {path.name for path in (ROOT / "tests/engine").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    marked = {path.name for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     assert marked - {Path(__file__).name} == set(re.findall(r"SKIPPED .*?/(test_\w+\.py)", done.stdout))
 
 

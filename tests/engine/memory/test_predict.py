@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from testkit import ROOT
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
@@ -22,7 +22,7 @@ from engine.predict.memory import MemoryPrediction
 from engine.resolve.attention import resolve_attention
 from engine.training.fake_run.memory import fake_ranks, predict_memory, shortened
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 TOLERANCE = 0.05  # target of the project; where nothing but row padding differs, the figures are equal
 MODEL = ModelConfig(
     name="test",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import ROOT
 from testkit.waiting import wait_for
 
 from cluster.control.hang_blame import parse_stacks
@@ -22,7 +23,6 @@ from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import prefer_expandable_segments
 from engine.training.rank.process import RankStatus, run_rank
 
-ROOT = Path(__file__).parents[3]
 # A rank of no torch: works, then waits in a named function until it is killed.
 RANK = """
 import sys, time

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from testkit import ROOT
 from testkit.corpora import write_token_set
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
@@ -29,8 +30,6 @@ from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
 from engine.training.trainer import Trainer, run_training, set_threads
-
-ROOT = Path(__file__).parents[3]
 
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
