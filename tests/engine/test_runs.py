@@ -35,7 +35,8 @@ def test_a_created_run_is_private_planned_and_named_by_utc_time_and_id(tmp_path:
     path = new_run_path(tmp_path, "tiny")
     run = create_run(path, {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", run.run_id)
-    assert (path.parent, run.exp) == (tmp_path / "tiny", "tiny")
+    assert path.parent == tmp_path / "tiny"
+    assert run.exp == "tiny"
     assert {entry.name for entry in path.iterdir()} == {"plan.sh", "env", "logs", "checkpoints", "run.json"}
     modes = [stat.S_IMODE((path / name).stat().st_mode) for name in ("", "plan.sh", "env/host.env")]
     assert modes == [0o700, 0o700, 0o600]
@@ -43,7 +44,8 @@ def test_a_created_run_is_private_planned_and_named_by_utc_time_and_id(tmp_path:
     (entry,) = state.pop("history")
     unknown = dict.fromkeys(("host", "pid", "pid_start", "started_at", "ended_at", "exit_code", "failure"))
     assert state == {"state": "planned", "attempt": 1, "world_size": 3, **unknown}
-    assert (entry.keys(), entry["state"]) == ({"state", "at"}, "planned")
+    assert entry.keys() == {"state", "at"}
+    assert entry["state"] == "planned"
 
 
 @pytest.mark.parametrize("exp", ["", "../up", "a/b", ".hidden", "-x", "a b", "x" * 101])
@@ -105,12 +107,15 @@ def test_only_the_moves_of_the_diagram_are_made(tmp_path: Path, old: str) -> Non
 )
 def test_moves_record_who_when_and_how_it_ended(run: RunFolder, state: str, facts: dict[str, Any], code: int) -> None:
     started = run.transition("starting")
-    assert (started["host"], started["pid"]) == (socket.gethostname(), os.getpid())
+    assert started["host"] == socket.gethostname()
+    assert started["pid"] == os.getpid()
     assert started["pid_start"] == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    assert (started["exit_code"], started["ended_at"]) == (None, None)
+    assert started["exit_code"] is None
+    assert started["ended_at"] is None
     run.transition("running")
     ended = run.transition(state, **facts)
-    assert (ended["exit_code"], ended["failure"]) == (code, facts.get("failure"))
+    assert ended["exit_code"] == code
+    assert ended["failure"] == facts.get("failure")
     assert started["started_at"] <= ended["ended_at"]
 
 
@@ -139,11 +144,15 @@ def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> N
     run.transition("failed")
     (run.path / "attempts" / "1").mkdir(parents=True)  # whoever began to put them aside was killed
     state = run.transition("starting")
-    assert (state["attempt"], state["exit_code"]) == (2, None)
-    assert (run.read_metrics(), run.read_summary(), run.rank_errors()) == ([], None, [])
+    assert state["attempt"] == 2
+    assert state["exit_code"] is None
+    assert run.read_metrics() == []
+    assert run.read_summary() is None
+    assert run.rank_errors() == []
     kept = sorted(path.name for path in (run.path / "attempts" / "1").iterdir())
     assert kept == ["events.jsonl", "metrics.jsonl", "rank0000.error.json", "rank0000.status.json", "summary.json"]
-    assert (run.read_events(), [attempt.path.name for attempt in run.attempts()]) == ([], ["1", run.run_id])
+    assert run.read_events() == []
+    assert [attempt.path.name for attempt in run.attempts()] == ["1", run.run_id]
 
 
 @pytest.mark.parametrize("way", [["starting"], ["starting", "running"]])
@@ -266,7 +275,8 @@ def test_earliest_rank_error_is_first_whatever_others_are_like(run: RunFolder) -
     (run.path / "logs").rmdir()
     run.write_rank_error(1, ValueError("first" * 10_000))
     (long,) = run.rank_errors()
-    assert (len(long["message"]), len(long["traceback"])) == (4_000, 20_000)
+    assert len(long["message"]) == 4_000
+    assert len(long["traceback"]) == 20_000
     run.write_rank_error(0, ValueError("second"))
     assert [record["rank"] for record in run.rank_errors()] == [1, 0]
     (run.log_dir("odd") / "rank0002.error.json").parent.mkdir()

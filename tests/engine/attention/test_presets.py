@@ -80,14 +80,16 @@ def test_what_circulates_follows_heads_and_links_and_the_reason_says_so() -> Non
         return resolve_attention(config, Topology(2, 4), machine)
 
     mha, gqa = chosen(MHA, SLOW_RAILS), chosen(GQA, SLOW_RAILS)
-    assert (mha.backward_circulates, gqa.backward_circulates) == ("q", "kv")
+    assert mha.backward_circulates == "q"
+    assert gqa.backward_circulates == "kv"
     assert mha.reason.startswith(
         "auto: q circulates, 2 local tiles deferred; multi-head attention, per token and hop: "
     )
     sizes = f"kv {2 * 8 * 128 * (2 + 4)} B, q {32 * (2 * 128 * 2 + 2 * 4 + 128 * 4)} B"  # gradients in fp32
     assert f"grouped-query attention with 4 query heads per kv head, per token and hop: {sizes} (kv " in gqa.reason
     free = replace(SLOW_RAILS, inter_bytes_per_s=1e15, intra_bytes_per_s=1e15, inter_latency_s=0, intra_latency_s=0)
-    assert (chosen(MHA, free).backward_circulates, chosen(MHA, free).deferred_local_tiles) == ("kv", 0)
+    assert chosen(MHA, free).backward_circulates == "kv"
+    assert chosen(MHA, free).deferred_local_tiles == 0
 
 
 @pytest.mark.parametrize("model", [MHA, GQA], ids=["MHA", "GQA"])
@@ -133,10 +135,14 @@ def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, 
 
 def test_every_field_can_be_overridden_and_heads_are_divided_as_far_as_they_go() -> None:
     method = resolve("burst", ring_inner_size=2, layout="striped", backward_circulates="kv")
-    assert (method.ring_inner_size, method.ring_outer_size) == (2, 4)
-    assert (method.layout, method.backward_circulates) == ("striped", "kv")
+    assert method.ring_inner_size == 2
+    assert method.ring_outer_size == 4
+    assert method.layout == "striped"
+    assert method.backward_circulates == "kv"
     method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
-    assert (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size) == (4, 2, 1)
+    assert method.head_parallel_size == 4
+    assert method.ring_inner_size == 2
+    assert method.ring_outer_size == 1
     assert resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2)).kv_replicated
     assert resolve("loongtrain", ring_inner_size=2, ring_outer_size=2).head_parallel_size == 2
 
@@ -197,7 +203,8 @@ def test_every_violated_rule_is_listed_with_the_nearest_legal_degrees() -> None:
         assert rule in text
     for legal in text.split("outer: ")[1].splitlines()[0].split(", "):
         heads, inner, outer = map(int, legal.split(" x "))
-        assert (heads * inner * outer, 6 % heads) == (8, 0)
+        assert heads * inner * outer == 8
+        assert 6 % heads == 0
 
 
 def test_all_gather_leaves_nothing_to_turn_around_or_to_circulate() -> None:

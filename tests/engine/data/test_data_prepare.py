@@ -109,10 +109,13 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", made["identity"].pop("files_hash"))
     unnamed = {"tokenizer_hash": None, "template_hash": None}
     assert made == {"identity": {"version": 2, "config": config_facts(config), **unnamed}}
-    assert (len(first.path.name), list(config_facts(config))) == (16, FACTS.split())
+    assert len(first.path.name) == 16
+    assert list(config_facts(config)) == FACTS.split()
     seen: list[Progress] = []
     second = prepare(config, progress=seen.append)
-    assert (second.path, second.content_hash, seen) == (first.path, first.content_hash, [])
+    assert second.path == first.path
+    assert second.content_hash == first.content_hash
+    assert seen == []
     assert (first.path / "prepared.json").stat().st_mtime_ns == facts
     assert prepared_in(cache) == [first.path]
 
@@ -171,7 +174,8 @@ def test_ranks_open_what_was_prepared_without_its_sources_and_tokenizer(corpus: 
         open_prepared(config)
     (tmp_path / "out").mkdir()
     made = prepare(config)
-    assert (made.path, made.train.manifest.vocab_size) == (tmp_path / "out", 280)
+    assert made.path == tmp_path / "out"
+    assert made.train.manifest.vocab_size == 280
     for path in (*corpus.iterdir(), tmp_path / "tokenizer.json"):
         path.unlink()
     opened = open_prepared(config)
@@ -317,9 +321,11 @@ def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
     folder = write_token_set(tmp_path / "s", list(range(40)), eod_id=99)
     prepared = prepare(shards_config(folder / "manifest.json"))
     assert prepared.path == folder  # where its tokenizer would be
-    assert (prepared.train.token_count, prepared.validation.token_count) == (30, 10)
+    assert prepared.train.token_count == 30
+    assert prepared.validation.token_count == 10
     assert prepared.validation.read(0, 2).tolist() == [30, 31]
-    assert (prepared.train.manifest.eod_id, prepared.token_bytes) == (99, None)
+    assert prepared.train.manifest.eod_id == 99
+    assert prepared.token_bytes is None
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         prepared.load_tokenizer()
 

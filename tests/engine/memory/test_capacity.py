@@ -32,7 +32,8 @@ def found(hardware: Hardware, device: str | None = None, ranks: int = 8, **secti
 def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
     assert found(LAPTOP) == H100
     alone = found(LAPTOP, "gh200")  # which no vendor's server has eight of
-    assert (alone.host_bytes_per_node, alone.host_source) == (None, "unknown")
+    assert alone.host_bytes_per_node is None
+    assert alone.host_source == "unknown"
     assert found(LAPTOP, "80GB") == Capacity("80GB", 80 * GB, "as given: 80,000,000,000 bytes", None, "unknown", 8)
 
 
@@ -60,8 +61,10 @@ def test_on_a_cpu_the_ranks_share_the_host_memory_and_it_is_said_whose_it_is() -
 @pytest.mark.parametrize("device", [None, "h100", "1GB", "cpu"])
 def test_the_configuration_has_the_last_word(device: str | None) -> None:
     one = found(SERVER, device, 7, memory={"device_bytes": 5 * GB, "host_bytes": 7 * GB})
-    assert (one.device_bytes, one.host_bytes_per_node) == (5 * GB, 7 * GB)
-    assert (one.device_source, one.host_source) == ("memory.device_bytes", "memory.host_bytes")
+    assert one.device_bytes == 5 * GB
+    assert one.host_bytes_per_node == 7 * GB
+    assert one.device_source == "memory.device_bytes"
+    assert one.host_source == "memory.host_bytes"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,9 @@ def test_what_fits_leaves_room_in_the_memory_that_is_fuller(
 ) -> None:
     room = Capacity("d", 80 * GB, "", None if host_gb is None else host_gb * GB, "", 8, shared)
     fit = room.fit(*(size * GB for size in needs))
-    assert ((fit.device, fit.host), fit.headroom_bytes, fit.fits) == (fits, headroom_gb * GB, all(fits))
+    assert (fit.device, fit.host) == fits
+    assert fit.headroom_bytes == headroom_gb * GB
+    assert fit.fits == all(fits)
 
 
 @pytest.fixture

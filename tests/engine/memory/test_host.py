@@ -30,7 +30,8 @@ def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
         memory = host_empty((4, 6), torch.float32, pinned=False)
     memory.add_(torch.ones(6, requires_grad=True).detach())
     view = memory[1:].t().view(torch.int32)
-    assert (memory.shape, memory.dtype) == ((4, 6), torch.float32)
+    assert memory.shape == (4, 6)
+    assert memory.dtype == torch.float32
     assert lies_in_host_memory(view)
     assert not lies_in_host_memory(memory.clone())
 
@@ -79,9 +80,11 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
     assert pool.in_use_bytes == 700
     idle = pool.take(300)
     pool.give_back(idle)
-    assert (pool.idle_bytes, pool.in_use_bytes) == (300, 700)
+    assert pool.idle_bytes == 300
+    assert pool.in_use_bytes == 700
     assert pool.take(200)[0][0].numel() == 200  # idle buffers make way
-    assert (pool.idle_bytes, pool.in_use_bytes) == (0, 900)
+    assert pool.idle_bytes == 0
+    assert pool.in_use_bytes == 900
 
 
 def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:

@@ -106,7 +106,9 @@ def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(
     best, chosen = choice.candidates[0], choice.config.memory
     said = {name: value for name, value in asked.items() if hasattr(chosen, name)}
     assert asdict(chosen).items() >= {**said, **expected}.items()
-    assert (choice.fits, choice.prediction, best.memory) == (True, best.prediction, chosen)
+    assert choice.fits
+    assert choice.prediction == best.prediction
+    assert best.memory == chosen
     assert {one.memory.tile_tokens for one in choice.candidates} == {None, tile_tokens}
     # The optimizer on the host is weighed unless the best policy costs nothing.
     costs = best.cost.recompute_flops + best.cost.moved_bytes > 0
@@ -141,7 +143,9 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     assert predict.asked == ["none"]
     assert {one.memory.host_layers for one in choice.candidates} == {None}  # none need lie there
     first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
-    assert (first["fits"], first["fits_device"], first["fits_host"]) == (True, True, True)
+    assert first["fits"] is True
+    assert first["fits_device"] is True
+    assert first["fits_host"] is True
     assert first["needed_bytes"] == (choice.prediction and choice.prediction.needed_bytes)
     unknown = ("fits", "fits_device", "fits_host", "device_peak_bytes", "needed_bytes", "host_peak_bytes", "step_s")
     assert [second[name] for name in unknown] == [None] * len(unknown)
@@ -153,17 +157,20 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
 def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
     """What one policy works with is not charged to another, and a peak that layers on the host do not lower ends it."""
     full = resolved(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
-    assert (full.fits, full.config.memory.activation_checkpoint) == (True, "full")
+    assert full.fits
+    assert full.config.memory.activation_checkpoint == "full"
     high = Predictor(least_gb=41)
     assert resolved(high, capacity(40), tile_tokens=4096).fits
     assert high.asked.count("none") == 3
     refuted = auto(150).config.memory
     choice = resolved(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
-    assert (choice.fits, choice.config.memory == refuted) == (True, False)
+    assert choice.fits
+    assert choice.config.memory != refuted
     assert [one.fits for one in choice.candidates if one.memory == refuted] == [False]
     never = Predictor(lambda config: 30.0)
     choice = resolved(never, capacity(100))
-    assert (choice.fits, len(never.asked) <= 2 * 12) == (False, True)
+    assert choice.fits is False
+    assert len(never.asked) <= 2 * 12
 
 
 def test_what_is_named_is_kept() -> None:
@@ -208,7 +215,8 @@ def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None
     found = Adviser(capacity(2000), machine, PREDICT).recommend(asked, resolved, world)
     steps = [predict_step(resolved, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
     assert found is not None
-    assert (found.change, found.saving) == ("--ranks 4 --nodes 1", pytest.approx(1 - steps[1] / steps[0]))
+    assert found.change == "--ranks 4 --nodes 1"
+    assert found.saving == pytest.approx(1 - steps[1] / steps[0])
 
 
 def test_of_methods_the_fastest_is_advised() -> None:

@@ -130,7 +130,8 @@ def test_samples_have_texts_keys_and_numbers_of_their_own(splits: dict[str, Toke
         (" The secret number of walnut is", " 41160"),
     ]
     keys = {needle_text(0, sample)[0].split()[-2] for sample in range(2000)}
-    assert (len(keys), all(key.isalpha() for key in keys)) == (77, True)
+    assert len(keys) == 77
+    assert all(key.isalpha() for key in keys)
     numbers = {needle_text(seed, 0)[1] for seed in range(200)}
     assert all(re.fullmatch(r" [1-9]\d{4}", number) for number in numbers)
 

@@ -289,7 +289,8 @@ def test_a_rank_alone_takes_as_long_as_beside_one_that_does_the_same() -> None:
     both = AttentionPlan("forward", 2, {0: ring_of_two(0), 1: ring_of_two(1)})
     alone = replay(replace(both, ranks={0: ring_of_two(0)}), SLOW, ONE, Topology(1, 2))
     together = replay(both, SLOW, ONE, Topology(1, 2))
-    assert (alone.total_s, alone.exposed_s) == (together.total_s, together.exposed_s)
+    assert alone.total_s == together.total_s
+    assert alone.exposed_s == together.exposed_s
     assert alone.waited_s == {0: together.waited_s[0]}
 
 

@@ -35,16 +35,21 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_checkout_tells_its_commit_and_what_was_changed_and_cuts_what_is_huge(checkout: Path) -> None:
     facts = git_facts(checkout) or {}
     assert len(facts["sha"]) == 40
-    assert (facts["branch"], facts["dirty"], facts["diff"], facts["status"]) == ("trunk", False, "", [])
+    assert facts["branch"] == "trunk"
+    assert facts["dirty"] is False
+    assert facts["diff"] == ""
+    assert facts["status"] == []
     (checkout / "new.py").write_text("y = 3\n")
     (checkout / "code.py").write_text("x = 2\n")
     room = MAX_DIFF_CHARACTERS - len((git_facts(checkout) or {})["diff"])
     for more, is_cut in ((room, False), (room + 1, True)):
         (checkout / "code.py").write_text(f"x = {'2' * more}2\n")
         facts = git_facts(checkout) or {}
-        assert (facts["dirty"], facts["status"]) == (True, [" M code.py", "?? new.py"])
+        assert facts["dirty"] is True
+        assert facts["status"] == [" M code.py", "?? new.py"]
         assert "+x = 2" in facts["diff"]
-        assert (len(facts["diff"]), facts["diff_truncated"]) == (MAX_DIFF_CHARACTERS, is_cut)
+        assert len(facts["diff"]) == MAX_DIFF_CHARACTERS
+        assert facts["diff_truncated"] == is_cut
 
 
 def test_folder_inside_somebody_elses_checkout_is_not_that_checkout(checkout: Path) -> None:
@@ -67,7 +72,8 @@ def test_what_a_run_comes_from_is_told_of_the_folder_of_the_packages(
     assert found == where
     packages = ["burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton"]
     assert list(versions) == ["python", *packages]
-    assert (versions["python"], versions["numpy"]) == (platform.python_version(), np.__version__)
+    assert versions["python"] == platform.python_version()
+    assert versions["numpy"] == np.__version__
     cpu, memory_bytes = hardware.pop("cpu"), hardware.pop("memory_bytes")
     assert hardware == {
         **{"host": socket.gethostname(), "platform": platform.platform(), "cores": os.cpu_count()},
