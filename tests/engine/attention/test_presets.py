@@ -133,17 +133,26 @@ def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, 
     assert reason.startswith("auto: " if weighed else "as configured: kv circulates; ")
 
 
-def test_every_field_can_be_overridden_and_heads_are_divided_as_far_as_they_go() -> None:
+def test_settings_override_a_preset() -> None:
     method = resolve("burst", ring_inner_size=2, layout="striped", backward_circulates="kv")
     assert method.ring_inner_size == 2
     assert method.ring_outer_size == 4
     assert method.layout == "striped"
     assert method.backward_circulates == "kv"
+
+
+def test_heads_are_divided_by_their_greatest_common_divisor_with_the_node() -> None:
     method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
     assert method.head_parallel_size == 4
     assert method.ring_inner_size == 2
     assert method.ring_outer_size == 1
+
+
+def test_kv_heads_are_replicated_where_ranks_outnumber_them() -> None:
     assert resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2)).kv_replicated
+
+
+def test_head_parallel_ranks_are_those_that_rings_leave() -> None:
     assert resolve("loongtrain", ring_inner_size=2, ring_outer_size=2).head_parallel_size == 2
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from testkit.clock import Clock
+from testkit.golden import Golden
 
 from benchmarks.gpu import steps
 from benchmarks.gpu.plan import Measurement, Part, Row, select
@@ -274,23 +275,27 @@ def test_goals_are_judged_by_their_limits(part_name: str, row: Row, words: str, 
     assert verdicts(document_of(**{part_name: [row]}), words) == [expected]
 
 
-def test_the_page_shows_goals_failures_and_unknown_parts() -> None:
+def test_page_of_a_session(golden: Golden) -> None:
+    """A goal that is missed, failures of one cause on a line, what had no time, figures rounded."""
     other = [{"label": "x", "status": "measured", "error": None, "gb_per_s": 1234.567, "op": "merge"}]
     failed = [{"label": name, "status": "failed", "error": "RuntimeError: a | b\nc"} for name in ("fa3", "fa4")]
     failed += [{"label": name, "status": "skipped", "error": "", "needed_s": 6.2} for name in ("d", "e")]
     document = document_of(elementwise=other, tiles=failed)
     document["targets"] = [{"target": "goal", "verdict": "MISSED", "measured": "94%"}]
-    text = markdown(document)
-    assert "| goal | MISSED | 94% |" in text
-    assert "- failed: fa3; fa4: RuntimeError: a / b c\n- skipped, no time: d (6 s); e (6 s)\n" in text
-    assert "| gb_per_s | op |" in text
-    assert "| 1235 | merge |" in text
+    golden("bench/gpu_page.md", markdown(document))
+
+
+def test_page_has_columns_for_keys_that_only_some_rows_have() -> None:
     cases = [{"label": "c", "status": "measured", "error": None, "case": case, case: 1} for case in ("copy", "adam")]
     assert "| case | adam |" in markdown(document_of(offload=cases))
-    assert "cuDNN | H200 | 32,768 | 688 | 581" in text
-    assert "dry run" not in text
-    assert "Not complete" in markdown(document | {"complete": False})
-    assert "dry run" in markdown(document | {"device": "cpu"})
+
+
+def test_page_of_an_unfinished_session_says_so() -> None:
+    assert "Not complete" in markdown(document_of() | {"complete": False})
+
+
+def test_page_of_a_session_without_a_gpu_says_so() -> None:
+    assert "dry run" in markdown(document_of() | {"device": "cpu"})
 
 
 def call(workers: Workers, name: str, timeout_s: float = 60.0, **settings: Any) -> list[Row]:

@@ -40,24 +40,36 @@ def steps(root: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(root)]
 
 
-def test_what_is_committed_is_read_back_and_the_newest_comes_first_whatever_the_number_of_digits(
-    tmp_path: Path,
-) -> None:
-    for step in (5, 123456789, 99999999):
-        path = write(tmp_path, step, loss=float("nan"))
-    # no number, and no damage
+def test_checkpoint_is_read_back(tmp_path: Path) -> None:
+    path = write(tmp_path, 99999999, loss=1.5)
     assert path.name == "step-99999999"
-    assert read_manifest(path).state == {"loss": None}
-    assert steps(tmp_path) == [123456789, 99999999, 5]
+    assert read_manifest(path).state == {"loss": 1.5}
+    assert read_manifest(path).bytes == 8
+
+
+def test_state_that_is_no_number_is_saved_as_null(tmp_path: Path) -> None:
+    assert read_manifest(write(tmp_path, 5, loss=float("nan"))).state == {"loss": None}
+
+
+def test_checkpoints_are_ordered_by_step_whatever_its_digits(tmp_path: Path) -> None:
+    for step in (5, 123456789, 99999999):
+        write(tmp_path, step)
     newest = tmp_path / "step-123456789"
+    assert steps(tmp_path) == [123456789, 99999999, 5]
     assert newest_verified(tmp_path) == (Checkpoint(123456789, newest), read_manifest(newest))
-    assert read_manifest(newest).bytes == 8
-    manifest = read_manifest(write(tmp_path, 8, number=1.0, flag=True, below=-1, zero=0, three=3))
+
+
+def test_whole_numbers_of_a_state_are_read(tmp_path: Path) -> None:
+    manifest = read_manifest(write(tmp_path, 8, zero=0, three=3))
     assert manifest.whole("zero") == 0
     assert manifest.whole("three") == 3
-    for name, value in {"number": 1.0, "flag": True, "below": -1, "gone": None}.items():
-        with pytest.raises(CheckpointError, match=f"step 8 does not say its {name}: got {value}"):
-            manifest.whole(name)
+
+
+@pytest.mark.parametrize(("name", "value"), [("number", 1.0), ("flag", True), ("below", -1), ("gone", None)])
+def test_value_that_is_no_count_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    manifest = read_manifest(write(tmp_path, 8, number=1.0, flag=True, below=-1))
+    with pytest.raises(CheckpointError, match=f"step 8 does not say its {name}: got {value}"):
+        manifest.whole(name)
 
 
 @pytest.mark.parametrize("removed", ["", ".gone-cd"])

@@ -37,12 +37,24 @@ def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
     assert found(LAPTOP, "80GB") == Capacity("80GB", 80 * GB, "as given: 80,000,000,000 bytes", None, "unknown", 8)
 
 
-def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone() -> None:
+def test_gpus_of_this_machine_are_planned_for() -> None:
     assert found(SERVER) == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 1000 * GB, "test", 8)
+
+
+def test_machine_of_the_configuration_is_preferred_to_the_local_gpus() -> None:
     assert found(SERVER, **A100).device_name == "a100"
+
+
+def test_option_is_preferred_to_the_machine_of_the_configuration() -> None:
     assert found(SERVER, "h100", **A100).device_name == "h100"
+
+
+def test_unknown_device_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"got 'h10'.*a size such as 80GB.*h100"):
         found(LAPTOP, "h10")
+
+
+def test_gpu_of_unknown_memory_is_not_counted() -> None:
     text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
     assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
 

@@ -68,21 +68,35 @@ def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
     assert seen[0][0] == 0
 
 
-def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_as_oom() -> None:
+def exhausted() -> tuple[HostPool, HostMemoryError]:
+    """A pool of 1,000 bytes with 700 in use, and its refusal of 400 more."""
     pool = HostPool(1000)
     pool.take(700)
     with pytest.raises(HostMemoryError) as caught:
         pool.take(400)
-    text = str(caught.value)
-    named = ["400 bytes more", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
-    assert [words for words in named if words not in text] == []
-    assert describe_error(caught.value)["kind"] == "oom"
-    assert pool.in_use_bytes == 700
-    idle = pool.take(300)
-    pool.give_back(idle)
+    return pool, caught.value
+
+
+@pytest.mark.parametrize(
+    "words", ["400 bytes more", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
+)
+def test_exceeded_host_memory_is_reported_with_sizes_and_remedies(words: str) -> None:
+    assert words in str(exhausted()[1])
+
+
+def test_exceeded_host_memory_ends_a_run_as_out_of_memory() -> None:
+    assert describe_error(exhausted()[1])["kind"] == "oom"
+
+
+def test_refused_request_takes_nothing_from_the_pool() -> None:
+    assert exhausted()[0].in_use_bytes == 700
+
+
+def test_idle_buffers_are_released_before_the_limit_is_exceeded() -> None:
+    pool, _ = exhausted()
+    pool.give_back(pool.take(300))
     assert pool.idle_bytes == 300
-    assert pool.in_use_bytes == 700
-    assert pool.take(200)[0][0].numel() == 200  # idle buffers make way
+    assert pool.take(200)[0][0].numel() == 200
     assert pool.idle_bytes == 0
     assert pool.in_use_bytes == 900
 

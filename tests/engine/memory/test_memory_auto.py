@@ -154,22 +154,29 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     assert second.items() >= {"kept_bytes": cost.kept_bytes, "moved_bytes": cost.moved_bytes, **again}.items()
 
 
-def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
-    """What one policy works with is not charged to another, and a peak that layers on the host do not lower ends it."""
+def test_memory_of_one_policy_is_not_charged_to_another() -> None:
     full = resolved(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
     assert full.fits
     assert full.config.memory.activation_checkpoint == "full"
+
+
+def test_policy_is_left_once_layers_on_the_host_do_not_lower_its_peak() -> None:
     high = Predictor(least_gb=41)
     assert resolved(high, capacity(40), tile_tokens=4096).fits
     assert high.asked.count("none") == 3
+
+
+def test_policy_that_a_prediction_refutes_is_not_chosen() -> None:
     refuted = auto(150).config.memory
     choice = resolved(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
     assert choice.fits
     assert choice.config.memory != refuted
     assert [one.fits for one in choice.candidates if one.memory == refuted] == [False]
+
+
+def test_search_ends_after_two_predictions_per_policy() -> None:
     never = Predictor(lambda config: 30.0)
-    choice = resolved(never, capacity(100))
-    assert choice.fits is False
+    assert resolved(never, capacity(100)).fits is False
     assert len(never.asked) <= 2 * 12
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -190,15 +189,24 @@ def test_the_peak_is_that_of_a_gpu(row: dict[str, Any]) -> None:
     assert predicted(config).device_peak_bytes == pytest.approx(row["peak_bytes"], rel=0.005)
 
 
-def test_components_and_phases_add_up_and_a_second_prediction_is_the_same() -> None:
-    prediction, again = (predicted(small_config(64, "burst"), 2) for _ in range(2))
-    assert prediction == again
-    assert not dist.is_initialized()
+def test_components_of_a_peak_add_up() -> None:
+    prediction = predicted(small_config(64, "burst"), 2)
     peak = prediction.device_peak_bytes
     assert sum(prediction.components["device"].values()) == peak
     assert max(prediction.phase_peaks.values()) == prediction.phase_peaks[prediction.phase] == peak
-    assert list(prediction.phase_peaks) == ["forward", "loss", "backward", "optimizer"]
-    assert json.loads(json.dumps(prediction.to_dict()))["needed_bytes"] == peak
+
+
+def test_prediction_is_repeatable() -> None:
+    assert predicted(small_config(64, "burst"), 2) == predicted(small_config(64, "burst"), 2)
+    assert not dist.is_initialized(), "the process group of the prediction is still there"
+
+
+def test_prediction_is_a_json_document() -> None:
+    prediction = predicted(small_config(64, "burst"), 2)
+    assert json.loads(json.dumps(prediction.to_dict()))["needed_bytes"] == prediction.device_peak_bytes
+
+
+def test_prediction_beside_a_process_group_is_refused() -> None:
     with fake_ranks(0, 2), pytest.raises(RuntimeError, match="process of its own"):
         predicted(small_config())
 
@@ -223,7 +231,7 @@ def test_the_rank_that_sees_most_is_found() -> None:
 
 
 @pytest.mark.thorough
-def test_70b_with_a_million_tokens_on_1024_ranks_takes_about_a_minute() -> None:
+def test_70b_with_a_million_tokens_on_1024_ranks_is_predicted() -> None:
     model = ModelConfig(
         name="llama70b",
         vocab_size=128256,
@@ -235,8 +243,6 @@ def test_70b_with_a_million_tokens_on_1024_ranks_takes_about_a_minute() -> None:
         head_dim=128,
     )
     config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 20))
-    before = time.process_time()  # what else the machine does is not counted
     prediction = predict_memory(config, Topology(128, 8))
-    assert time.process_time() - before < 120  # 40 s on a core of 2024
     layer_inputs = 80 * 1024 * 8192 * 2  # bytes, bf16
     assert prediction.components["device"]["checkpoints"] == pytest.approx(layer_inputs, rel=0.05)
