@@ -193,15 +193,17 @@ def _merge(shape: Shape, device: torch.device) -> Iterator[Contest]:
         lambda: merge_tile(out, lse, block, block_lse),
         merged,
     )
-    sums, arrived = (_draw(shape, device, sizes[0], 2, *sizes[1:], dtype=torch.float32) for _ in range(2))
+    sums, arrived = (
+        {name: _draw(shape, device, *sizes, dtype=torch.float32) for name in ("dk", "dv")} for _ in range(2)
+    )
+    gradients = {"dk": block, "dv": dout}
 
     def summed() -> None:
-        for part, gradient in enumerate((block, dout)):
-            sums[:, part].copy_(gradient)
-        sums.add_(arrived)
+        for name, total in sums.items():
+            total.copy_(gradients[name]).add_(arrived[name])
 
-    moved = 2 * sums.nbytes + block.nbytes + dout.nbytes
-    yield Contest("add_kv", moved, lambda: add_kv(sums, block, dout, arrived, stores=True), summed)
+    moved = 4 * sums["dk"].nbytes + block.nbytes + dout.nbytes
+    yield Contest("add_kv", moved, lambda: add_kv(sums, gradients, arrived, stores=True), summed)
     yield Contest("backward_stats", 2 * dout.nbytes + 3 * lse.nbytes, lambda: backward_stats(dout, block, lse), stats)
     yield Contest(
         "surrogate_out",

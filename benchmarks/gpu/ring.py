@@ -123,8 +123,8 @@ class RingRank:
 
 def gradients_of(execution: Execution, dtype: torch.dtype) -> Gradients:
     """What a finished backward pass left, cast once."""
-    dq, dkv = execution.argument("dq")["dq"].to(dtype), execution.argument("dkv")["dkv"].to(dtype)
-    return Gradients(dq, dkv[:, 0], dkv[:, 1])
+    found = {**execution.argument("dq"), **execution.argument("dkv")}
+    return Gradients(*(found[name].to(dtype) for name in ("dq", "dk", "dv")))
 
 
 def run_together(ranks: Sequence[RingRank], parts: Sequence[Inputs]) -> list[tuple[Tensor, Gradients]]:

@@ -129,11 +129,11 @@ class LayerCall:
         dx, execution = self._through_finish(hidden, attended, dy, sums, kv_heads)
         del attended  # attention's backward pass needs less than all that was made again
         execution.run()
-        dq, dkv = execution.argument("dq")["dq"], execution.argument("dkv")["dkv"]
+        found = {**execution.argument("dq"), **execution.argument("dkv")}
         for rows in self.tiles(hidden):
             x_rows, projected = graph or self._graph_of_project(hidden, rows, values=False)
-            dq_rows, dkv_rows = (fetched(x[rows], self.device).to(hidden.dtype) for x in (dq, dkv))
-            flowing = [unfold(part, hidden.shape[0]) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
+            parts = (fetched(found[name][rows], self.device).to(hidden.dtype) for name in ("dq", "dk", "dv"))
+            flowing = [unfold(part, hidden.shape[0]) for part in parts]
             (dx_rows,) = sums.add(projected, flowing, [x_rows])
             dx[:, rows].add_(dx_rows)
         return dx, sums.of_parameters()

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
-from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
+from engine.attention.merge import add_kv, backward_stats, finish, merge_tile, surrogate_out
 from engine.device.row_blocks import accumulate_dtype, ends
 from engine.kernels.attention.base import TileGradients, TileKernel
-from engine.kernels.attention.heads import HeadSlices, split_heads
+from engine.kernels.attention.heads import HeadSlices, call_elements, head_slices, split_heads
 from engine.planning.program.ops import FIELDS, Buffer, Tile
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
@@ -23,11 +23,15 @@ ACCUMULATED = frozenset({"sums", "kv_sums"})  # operands of a tile that it adds 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads and dtypes of one attention call; `batch` sequences are folded into the heads."""
+    """Heads and dtypes of one attention call; `batch` sequences are folded into the heads.
+
+    Heads of q and k are `qk_dim` wide, those of v and out `v_dim`.
+    """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    qk_dim: int
+    v_dim: int
     dtype: torch.dtype
     device: torch.device
     wire_gradient_dtype: torch.dtype = torch.float32
@@ -38,8 +42,12 @@ class TensorArithmetic:
     end.
     """
 
-    def __init__(self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None) -> None:
+    def __init__(
+        self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None, sinks: Tensor | None = None
+    ) -> None:
+        """`sinks`: [num_heads], one more logit per query head in the softmax's denominator (see `merge.finish`)."""
         self.shape = shape
+        self._sinks = sinks
         self.kernel = kernel
         self._lease = lease
         self._late: _KvGradients | None = None
@@ -60,14 +68,18 @@ class TensorArithmetic:
         dk and dv wait for the next work: where it adds what arrived to the same rows, that is one pass.
         """
         run = self._run_forward if "kv_sums" not in fields else self._run_backward
-        q, limit = fields["q"]["q"], self.kernel.capabilities.max_call_elements
-        rows, num_heads, head_dim = q.shape
-        if limit is None or max(rows, fields["kv"]["k"].shape[0]) * num_heads * head_dim <= limit:
+        q, v, limit = fields["q"]["q"], fields["kv"]["v"], self.kernel.capabilities.max_call_elements
+        is_large = limit is not None and call_elements(q, v) * q.shape[1] > limit
+        if tile.heads.count > 1:
+            fields = _part_of(head_slices(tile.heads, q, v), fields, copies=is_large)
+            q, v = fields["q"]["q"], fields["kv"]["v"]
+        if limit is None or call_elements(q, v) * q.shape[1] <= limit:
             run(tile, fields)
             return
         shared = set()  # kv heads that a part before has written
-        for part in ends(split_heads(q, fields["kv"]["k"], limit)):
-            run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), _part_of(part, fields))
+        for part in ends(split_heads(q, v, limit)):
+            operands = _part_of(part, fields, copies=True)
+            run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), operands)
             shared.add(part.keys.start)
 
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
@@ -93,21 +105,21 @@ class TensorArithmetic:
             sums.copy_(dq)
         else:
             sums.add_(dq)
-        self._late = _KvGradients(fields["kv_sums"], dk, dv, tile.stores_kv)
+        self._late = _KvGradients(fields["kv_sums"], {"dk": dk, "dv": dv}, tile.stores_kv)
 
     def finish_step(self) -> None:
         """Add the dk and dv of the last tile to their sums."""
         if self._late is not None:
             late, self._late = self._late, None
-            add_kv(late.sums["dkv"], late.dk, late.dv, stores=late.stores)
+            add_kv(late.sums, late.gradients, stores=late.stores)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add (in dst's dtype, computed in the wider one), copy or stats."""
+        """init, add (in dst's dtype, computed in the wider one), merge, copy, finish or stats."""
         late = self._late
         if late is not None:
             if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
                 self._late = None
-                add_kv(late.sums["dkv"], late.dk, late.dv, src.fields["dkv"], stores=late.stores)
+                add_kv(late.sums, late.gradients, src.fields, stores=late.stores)
                 return
             self.finish_step()
         if op == "init":
@@ -118,12 +130,22 @@ class TensorArithmetic:
         if op == "stats":
             dst.fields["stats"].copy_(backward_stats(dst.fields["dout"], src.fields["out"], src.fields["lse"]))
             return
+        if op in ("merge", "finish"):
+            (out, partial_out), (lse, partial_lse) = (self._same_heads(name, dst, src) for name in ("out", "lse"))
+            if op == "merge":
+                merge_tile(out, lse, partial_out, partial_lse)
+            else:
+                finish(out, lse, partial_out, partial_lse, self._sinks_of(src.buffer))
+            return
         for name in dst.fields.keys() & src.fields.keys():
             target, source = self._same_heads(name, dst, src)
             if op == "add":
                 target.add_(source)
             else:
                 target.copy_(source)
+
+    def _sinks_of(self, buffer: Buffer) -> Tensor | None:
+        return None if self._sinks is None else self._sinks[slice(*buffer.heads.queries(self.shape.num_heads))]
 
     def release(self) -> None:
         """Give back the buffers that are neither input nor output."""
@@ -146,37 +168,31 @@ class TensorArithmetic:
             first, last = part.keys(shape.num_heads, shape.num_kv_heads)
         else:
             first, last = part.queries(shape.num_heads)
-        axis = 2 if name == "dkv" else 1
         if wide is dst:
-            return target.narrow(axis, first, last - first), source
-        return target, source.narrow(axis, first, last - first)
+            return target[:, first:last], source
+        return target, source[:, first:last]
 
     def _field_shapes(self, buffer: Buffer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         shape = self.shape
         counts = buffer.heads.counts(shape.num_heads, shape.num_kv_heads)
         dtypes = {"element": shape.dtype, "sum": accumulate_dtype(shape.dtype), "wire": shape.wire_gradient_dtype}
-        return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[buffer.kind]}
+        return {f.name: (f.row(counts, shape.qk_dim, shape.v_dim), dtypes[f.dtype]) for f in FIELDS[buffer.kind]}
 
 
 class _KvGradients(NamedTuple):
-    """What a tile is about to add to `sums` (a DKV buffer's fields), or to store there."""
+    """dk and dv that a tile is about to add to `sums` (a DKV buffer's fields), or to store there."""
 
     sums: Fields
-    dk: Tensor
-    dv: Tensor
+    gradients: Fields
     stores: bool
 
 
-def _part_of(part: HeadSlices, fields: Mapping[str, Fields]) -> dict[str, Fields]:
-    """Operands of a tile cut to a part of its heads: accumulators as views, to be added to; the others as copies, for
-    rows of a view would lie as far apart as those of the whole, and kernels count in 32 bits.
+def _part_of(part: HeadSlices, fields: Mapping[str, Fields], *, copies: bool) -> dict[str, Fields]:
+    """Operands of a tile cut to a part of its heads: accumulators as views, to be added to, and the others too unless
+    `copies`: rows of a view are as far apart as those of a large whole, and kernels count in 32 bits.
     """
     cut: dict[str, Fields] = {}
     for name, tensors in fields.items():
-        views = {
-            key: x.narrow(2 if key == "dkv" else 1, heads.start, heads.stop - heads.start)
-            for key, x in tensors.items()
-            for heads in [part.keys if key in KV_FIELDS else part.queries]
-        }
-        cut[name] = views if name in ACCUMULATED else {key: x.contiguous() for key, x in views.items()}
+        views = {key: x[:, part.keys if key in KV_FIELDS else part.queries] for key, x in tensors.items()}
+        cut[name] = views if name in ACCUMULATED or not copies else {key: x.contiguous() for key, x in views.items()}
     return cut

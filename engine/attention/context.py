@@ -42,11 +42,12 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Query heads, kv heads (a divisor of them) and the width of one head."""
+    """Query heads, kv heads (a divisor of them), the width of one head of q and k, and that of one of v."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_dim: int
 
     def __post_init__(self) -> None:
         problems = [
@@ -268,10 +269,10 @@ def build_context(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, layer: int = 0) -> Tensor:
-    """out [B, T, H, D]: softmax(q k^T / sqrt(D)) v of this rank's queries over the keys of all ranks.
+    """out [B, T, H, v_dim]: softmax(q k^T / sqrt(head_dim)) v of this rank's queries over the keys of all ranks.
 
-    q [B, T, H, D], k and v [B, T, K, D] in the context's dtype, on its device, rows in the order of
-    `context.positions`. `layer` chooses among the masks that the context was given.
+    q [B, T, H, head_dim], k [B, T, K, head_dim] and v [B, T, K, v_dim] in the context's dtype, on its device, rows in
+    the order of `context.positions`. `layer` chooses among the masks that the context was given.
 
     Under autocast the tensors are cast first, as torch's own attention does; the context's dtype is then autocast's.
 
@@ -294,8 +295,13 @@ def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -
     problems = []
     batch = q.shape[0] if q.dim() == 4 else "B"
     rows = context.local_len
-    for name, tensor, count in (("q", q, heads.num_heads), ("k", k, heads.num_kv_heads), ("v", v, heads.num_kv_heads)):
-        expected = (batch, rows, count, heads.head_dim)
+    shapes = {
+        "q": (q, heads.num_heads, heads.head_dim),
+        "k": (k, heads.num_kv_heads, heads.head_dim),
+        "v": (v, heads.num_kv_heads, heads.v_dim),
+    }
+    for name, (tensor, count, width) in shapes.items():
+        expected = (batch, rows, count, width)
         if tuple(tensor.shape) != expected:
             note = f"; this rank holds {rows} of {context.padded_len} rows" if tensor.shape[1:2] != (rows,) else ""
             problems.append(

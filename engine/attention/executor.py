@@ -34,7 +34,7 @@ class Arithmetic(Protocol):
         """
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add, copy or stats (see `LocalOp`)."""
+        """Run a local operation (see `LocalOp`)."""
 
     def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
         """The tensors of some rows of a buffer that travel, in a fixed order."""
@@ -58,19 +58,16 @@ class Execution:
         # Rows of buffers, and what of them travels: plans use the same ones over and over.
         self._cut: dict[View, Fields] = {}
         self._wires: dict[View, tuple[Tensor, ...]] = {}
-        self.buffers: list[Fields] = [
-            arguments[buffer.argument]
-            if buffer.argument and buffer.argument in arguments
-            else arithmetic.allocate(buffer)
-            for buffer in plan.buffers
-        ]
+        # By buffer. Those that are not given are allocated when they are first touched: results that the last ops
+        # write take no memory while tiles are computed.
+        self._fields: list[Fields | None] = [arguments.get(buffer.argument or "") for buffer in plan.buffers]
 
     def run(self) -> None:
         """Run all steps; afterwards arguments remain, the other buffers may serve the next run."""
         for _ in self.steps():
             pass
-        buffers = zip(self.plan.buffers, self.buffers, strict=True)
-        self.buffers = [fields if buffer.argument else {} for buffer, fields in buffers]
+        buffers = zip(self.plan.buffers, self._fields, strict=True)
+        self._fields = [fields if buffer.argument else None for buffer, fields in buffers]
         self._cut.clear()
         self._wires.clear()
         self._arithmetic.release()
@@ -95,14 +92,20 @@ class Execution:
 
     def argument(self, name: str) -> Fields:
         """Tensors of an argument."""
-        return self.buffers[self.plan.argument(name)]
+        return self._buffer(self.plan.argument(name))
+
+    def _buffer(self, number: int) -> Fields:
+        fields = self._fields[number]
+        if fields is None:
+            fields = self._fields[number] = self._arithmetic.allocate(self.plan.buffers[number])
+        return fields
 
     def _rows(self, view: View) -> Fields:
         """Mostly the same dictionary for the same view; the buffer's own for all of its rows."""
         if view not in self._cut:
             if len(self._cut) == CUTS_KEPT:
                 self._cut.clear()
-            fields = self.buffers[view.buffer]
+            fields = self._buffer(view.buffer)
             if view.stop - view.start < self.plan.buffers[view.buffer].rows:
                 fields = {name: tensor[view.start : view.stop] for name, tensor in fields.items()}
             self._cut[view] = fields

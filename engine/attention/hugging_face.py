@@ -314,7 +314,7 @@ def _model_problems(model: Any, parallel: ContextParallel) -> Iterator[str]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     found = (config.num_attention_heads, kv_heads, head_dim)
-    if found != (heads.num_heads, heads.num_kv_heads, heads.head_dim):
+    if found != (heads.num_heads, heads.num_kv_heads, heads.head_dim) or heads.v_dim != heads.head_dim:
         yield f"has (num_heads, num_kv_heads, head_dim) = {found}, but ContextParallel was made for {heads}"
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, name, 0):

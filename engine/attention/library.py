@@ -76,7 +76,9 @@ class ContextParallel:
     group         process group whose ranks share every sequence; None: all ranks, or this process alone where
                   torch.distributed is not initialised
     num_heads     query heads of the whole model; num_kv_heads of them for keys and values (None: as many)
-    head_dim      width of one head; the softmax scale is 1/sqrt(head_dim)
+    head_dim      width of one head of q and k; the softmax scale is 1/sqrt(head_dim)
+    v_dim         width of one head of v and of the output; None: head_dim. Not every kernel takes another one, and a
+                  method that is chosen by costs is chosen for heads of head_dim
     preset        a named method, see docs/attention.md; it names the attention part of a method only
     nodes         machines over which the group's ranks lie, in equal runs; None: found by host name
     dtype         of q, k and v
@@ -104,6 +106,7 @@ class ContextParallel:
         num_heads: int,
         head_dim: int,
         num_kv_heads: int | None = None,
+        v_dim: int | None = None,
         preset: str = "burst",
         nodes: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -111,7 +114,12 @@ class ContextParallel:
         timeout: timedelta = MESSAGE_TIMEOUT,
         **axes: Any,
     ) -> None:
-        heads = HeadShape(num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim)
+        heads = HeadShape(
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim,
+            head_dim if v_dim is None else v_dim,
+        )
         device = torch.device(device) if device is not None else _default_device(group)
         axes_read = _read_axes(preset, axes)
         places = _all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
@@ -122,7 +130,7 @@ class ContextParallel:
         method = resolve_attention(config, topology, machine_of(config, places[ranks[0]].device))
         for text in warnings_of(method, topology):
             warnings.warn(text, stacklevel=2)
-        choice = select_kernel(axes_read.kernel, device, dtype, head_dim)
+        choice = select_kernel(axes_read.kernel, device, dtype, head_dim, v_dim=heads.v_dim)
         groups = sorted({place.ranks for place in places})
         # All ranks of the world must open the same channels, and other groups may lie, and so work, differently.
         channels = channels_of(method) if len(groups) == 1 else tuple(Channel)
@@ -169,7 +177,7 @@ class ContextParallel:
     def _join(self, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> None:
         model = local_heads(config.model, config.parallel.tp_size)
         self.config, self.group, self.method = config, group, method
-        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
+        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
         self.device = torch.device("cpu")
         self.kernel_choice = None
@@ -223,8 +231,10 @@ class ContextParallel:
         has_documents = any(mask.documents for mask in masks)
         group = self.group
         if has_documents:
-            name, head_dim = self.config.attention.kernel, self.heads.head_dim
-            kernel = select_kernel(name, self.device, self.dtype, head_dim, documents=True).kernel
+            name, heads = self.config.attention.kernel, self.heads
+            kernel = select_kernel(
+                name, self.device, self.dtype, heads.head_dim, v_dim=heads.v_dim, documents=True
+            ).kernel
             group = replace(group, kernel=kernel)
         return build_context(group, layers, padded_length(seq_len, self.size), self)
 

@@ -1,12 +1,14 @@
-"""Merging the partial result of a tile into running accumulators, and the surrogate of `out` for backward.
+"""Merging partial results, finishing them, and the surrogate of `out` for backward.
 
 On a GPU each is one pass of a Triton kernel (`engine.kernels.merge`; torch's CUDA builds bring Triton along, and
 torch.compile would need it as well). On a CPU torch ops work on a few rows at a time: a compiled pass takes half
 their time, but they are less than a hundredth of a tile's kernel and compiling costs seconds per process.
-dk and dv go to their sum in one pass, with what arrived of it; for dq `add_` of a narrower tensor is one.
+dk and dv go to their sums in one pass, with what arrived of them; for dq `add_` of a narrower tensor is one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -44,22 +46,57 @@ def _merge_rows(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
     torch.logaddexp(lse, block_lse, out=lse)
 
 
-def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None = None, *, stores: bool = False) -> None:
-    """sums [n, 2, K, D] (fp32 or float64) += (dk, dv), both [n, K, D] and perhaps narrower, + what `arrived` there.
+def finish(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Write (out, lse) of rows whose keys are all merged: the only place where a partial result becomes one.
 
-    stores   sums hold nothing yet: they become (dk, dv) + arrived
+    A sink is a learned logit per query head, one more term of the softmax's denominator without a value (Xiao et al.
+    2024; GPT-OSS): lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward needs no change if out' and
+    lse' are saved: p = exp(scores - lse') and rowsum(dout * out') are those of the softmax with the sink, whose own
+    gradient is dsink = -sum over rows of exp(sink - lse') * rowsum(dout * out'). Rows that see no key have out' = 0.
+
+    Args:
+        out: [n, H, D], written in its dtype; may be `partial_out` itself.
+        lse: [n, H], written; may be `partial_lse` itself.
+        partial_out: [n, H, D] fp32 or float64; holds nothing of use afterwards.
+        partial_lse: [n, H], -inf where a row sees no key.
+        sinks: [H] in the dtype of `lse`; None: there are none.
     """
-    if uses_triton(sums):
+    if sinks is not None:
+        total = torch.logaddexp(partial_lse, sinks)
+        partial_out.mul_(torch.exp(partial_lse - total).unsqueeze(-1))
+        partial_lse = total
+    out.copy_(partial_out)
+    lse.copy_(partial_lse)
+
+
+def add_kv(
+    sums: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    arrived: Mapping[str, Tensor] | None = None,
+    *,
+    stores: bool = False,
+) -> None:
+    """Add the dk and dv of a tile to their sums, and those that `arrived` for the same rows.
+
+    Args:
+        sums: dk [n, K, qk_dim] and dv [n, K, v_dim], fp32 or float64.
+        gradients: of the same shapes, perhaps narrower dtypes.
+        arrived: likewise; None: nothing did.
+        stores: sums hold nothing yet, and become gradients + arrived.
+    """
+    total, found = [sums["dk"], sums["dv"]], [gradients["dk"], gradients["dv"]]
+    others = None if arrived is None else [arrived["dk"], arrived["dv"]]
+    if uses_triton(total[0]):
         from engine.kernels import merge as kernels
 
-        kernels.add_kv(sums, dk, dv, arrived, stores=stores)
+        kernels.add_kv(total, found, others, stores=stores)
         return
     if stores:
-        torch._foreach_copy_(sums.unbind(1), [dk, dv])
+        torch._foreach_copy_(total, found)
     else:
-        torch._foreach_add_(sums.unbind(1), [dk, dv])
-    if arrived is not None:
-        sums.add_(arrived)
+        torch._foreach_add_(total, found)
+    if others is not None:
+        torch._foreach_add_(total, others)
 
 
 def backward_stats(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from engine.attention.executor import Execution, Fields
 from engine.attention.merge import backward_stats
 from engine.attention.transport import Transport
 from engine.device.host_memory import host_empty
+from engine.device.row_blocks import accumulate_dtype
 from engine.kernels.attention.base import TileKernel
 from engine.planning.program.ops import Kind, RankPlan
 
@@ -78,16 +79,38 @@ class AttentionRuntime:
             return x.contiguous()
         return self.empty(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
-    def arithmetic(self, q: Tensor, num_kv_heads: int, device: torch.device | None = None) -> TensorArithmetic:
-        """Arithmetic for q [T, H, D], all heads, and so many kv heads, on `device` (None: where q lies)."""
-        wire = torch.float64 if q.dtype == torch.float64 else self.wire_gradient_dtype
-        shape = AttentionShape(q.shape[1], num_kv_heads, q.shape[2], q.dtype, device or q.device, wire)
+    def arithmetic(
+        self, x: Tensor, num_kv_heads: int, qk_dim: int, v_dim: int, device: torch.device | None = None
+    ) -> TensorArithmetic:
+        """Arithmetic for all heads of x [T, H, ...] and this many kv heads, on `device` (None: that of x)."""
+        wire = torch.float64 if x.dtype == torch.float64 else self.wire_gradient_dtype
+        shape = AttentionShape(x.shape[1], num_kv_heads, qk_dim, v_dim, x.dtype, device or x.device, wire)
         return TensorArithmetic(shape, self.kernel, lease=self.pool.lease())
 
     def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
-        """The forward pass over contiguous q [T, H, D], k and v [T, K, D], not yet run; `device` computes."""
-        arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        return Execution(self.forward, self.arithmetic(q, k.shape[1], device), self.transport, arguments)
+        """The forward pass over contiguous q [T, H, qk_dim], k [T, K, qk_dim] and v [T, K, v_dim], not yet run;
+        `device` computes.
+        """
+        return self._execution(self.forward, (q, k, v), device)
+
+    def _execution(
+        self,
+        plan: RankPlan,
+        operands: tuple[Tensor, Tensor, Tensor],
+        device: torch.device | None,
+        out_lse: Fields | None = None,
+    ) -> Execution:
+        """A forward plan, not yet run; `out_lse`: results of all rows, of which the plan computes the first ones."""
+        q, k, v = operands
+        arithmetic = self.arithmetic(q, k.shape[1], q.shape[2], v.shape[2], device)
+        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        if out_lse is not None:
+            arguments["out_lse"] = out_lse
+        if "partial" in plan.arguments and accumulate_dtype(q.dtype) == q.dtype:
+            # Finished in place: both have the same rows, heads and dtypes.
+            partial = arithmetic.allocate(plan.buffers[plan.argument("partial")])
+            arguments |= {"partial": partial, "out_lse": partial}
+        return Execution(plan, arithmetic, self.transport, arguments)
 
     def attend_again(
         self, operands: tuple[Tensor, Tensor, Tensor], kept: KeptResults | None, device: torch.device
@@ -98,20 +121,15 @@ class AttentionRuntime:
             execution = self.forward_execution(q, k, v, device)
             execution.run()
             return self.collect(execution, q, k, v)
-        names = self.recompute.arguments
-        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        if "out_lse" in names:
-            arguments["out_lse"] = self._completed(kept)
-        arithmetic = self.arithmetic(q, k.shape[1], device)
-        execution = Execution(self.recompute, arithmetic, self.transport, arguments)
+        joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
+        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(kept))
         execution.run()
-        if "out_lse" in names:
-            return self.collect(execution, q, k, v)
-        acc = execution.argument("partial") if self.recomputed_rows else None
-        out = kept.out if acc is None else _joined(acc["out"], kept.out)
-        lse = kept.lse if acc is None else _joined(acc["lse"], kept.lse)
-        kv = execution.argument("final_kv") if "final_kv" in names else {"k": k, "v": v}
-        return out, SavedAttention(q, kv["k"], kv["v"], out, lse)
+        out, saved = self.collect(execution, q, k, v)
+        if joins:
+            del execution, out  # and the partial result, before there is memory for all rows
+            saved = replace(saved, out=_joined(saved.out, kept.out), lse=_joined(saved.lse, kept.lse))
+            out = saved.out
+        return out, saved
 
     def kept_of(self, saved: SavedAttention) -> KeptResults:
         """Results of the rows whose attention is not computed again; the views of more where the host holds them.
@@ -129,19 +147,15 @@ class AttentionRuntime:
         return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
-        """(out [T, H, D], what to save) after the forward pass ran."""
+        """(out [T, H, v_dim], what to save) after the forward pass ran."""
         names = self.forward.arguments
         query = execution.argument("ring_q")["q"] if "ring_q" in names else q
         kv: Fields = {"k": k, "v": v}
         for name in ("ring_kv", "final_kv"):
             kv = execution.argument(name) if name in names else kv
-        if "out_lse" in names:
-            saved = execution.argument("out_lse")
-            kept = SavedAttention(query, kv["k"], kv["v"], saved["out"], saved["lse"])
-            return execution.argument("out")["out"] if "out" in names else saved["out"], kept
-        acc = execution.argument("partial")
-        out = acc["out"].to(q.dtype)
-        return out, SavedAttention(query, kv["k"], kv["v"], out, acc["lse"])
+        results = execution.argument("out_lse")
+        saved = SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
+        return execution.argument("out")["out"] if "out" in names else saved.out, saved
 
     def backward_execution(
         self,
@@ -152,7 +166,7 @@ class AttentionRuntime:
         stats: Tensor | None = None,
         device: torch.device | None = None,
     ) -> Execution:
-        """The backward pass, not yet run; dout [T, H, D] of the own rows.
+        """The backward pass, not yet run; dout [T, H, v_dim] of the own rows.
 
         num_kv_heads   of all parts of the heads
         stats          `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
@@ -165,7 +179,7 @@ class AttentionRuntime:
         if "dout" in names:
             arguments["dout"] = {"dout": dout}
             arguments["out_lse"] = {"out": saved.out, "lse": saved.lse}
-            ring_dout = self.empty(saved.q.shape, saved.q.dtype, device or dout.device)
+            ring_dout = self.empty(saved.out.shape, saved.out.dtype, device or dout.device)
         arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
         if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
             if stats is None and self.takes_stats:
@@ -173,7 +187,8 @@ class AttentionRuntime:
             elif stats is None:  # after a head exchange the plan forms them
                 stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
             arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
-        arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], device)
+        qk_dim, v_dim = saved.q.shape[2], dout.shape[2]
+        arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], qk_dim, v_dim, device)
         return Execution(self.backward, arithmetic, self.transport, arguments)
 
 
@@ -204,8 +219,9 @@ class _Attention(torch.autograd.Function):
         )
         execution.run()
         # Cast on the device, for the same reason.
-        dq, dkv = (execution.argument(n)[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dkv"))
-        return dq, dkv[:, 0], dkv[:, 1], None
+        found = {**execution.argument("dq"), **execution.argument("dkv")}
+        dq, dk, dv = (found[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dk", "dv"))
+        return dq, dk, dv, None
 
 
 class ForwardPass:
@@ -233,20 +249,20 @@ class PlannedAttention:
 
 
 def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
-    """out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]; sequences of a batch are folded into the heads."""
+    """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
+    folded into the heads.
+    """
     batch = q.shape[0]
     folded = [_fold(x) for x in (q, k, v)]
     out: Tensor = _Attention.apply(*folded, runtime)  # type: ignore[no-untyped-call]
     return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
 
 
-def _joined(wide: Tensor, kept: Tensor) -> Tensor:
-    """First rows from an accumulator, in the dtype of the others, which were kept."""
-    if kept.shape[0] == 0:
-        return wide.to(kept.dtype)
-    joined = _with_room(wide.shape[0], kept)
-    joined[: wide.shape[0]].copy_(wide)
-    return joined
+def _joined(first: Tensor, kept: Tensor) -> Tensor:
+    """Recomputed first rows and the others, which were kept; no copy where either has none."""
+    if first.shape[0] and kept.shape[0]:
+        return torch.cat([first, kept])
+    return first if first.shape[0] else kept
 
 
 def _with_room(rows: int, kept: Tensor) -> Tensor:

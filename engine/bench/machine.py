@@ -34,7 +34,7 @@ from engine.planning.visibility.mask import Band
 from engine.predict.flops import count_parameters
 from engine.predict.machine import Machine, find_device, profile_document, share_at
 from engine.predict.memory import find_hardware
-from engine.predict.plan_costs import FLOPS_PER_PAIR, layer_numbers
+from engine.predict.plan_costs import layer_numbers, pair_flops
 from engine.predict.step_time import UPDATE_BYTES, predict_step
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
@@ -114,9 +114,9 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
     kernel = ContextParallel.of_run(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
     for rows in _ROWS[watch.device.type]:
         seconds = _tile_seconds(watch, kernel, cell, Band(0, rows, 0, rows))
-        flops = rows * rows * shape.num_heads * shape.head_dim
-        forward.append((float(rows), FLOPS_PER_PAIR["forward"] * flops / seconds[0]))
-        backward.append((float(rows), FLOPS_PER_PAIR["backward"] * flops / seconds[1]))
+        pairs, head_dim = rows * rows * shape.num_heads, shape.head_dim
+        forward.append((float(rows), pair_flops("forward", head_dim, head_dim) * pairs / seconds[0]))
+        backward.append((float(rows), pair_flops("backward", head_dim, head_dim) * pairs / seconds[1]))
         if watch.is_long(sum(seconds)):
             break
     # Half of the pairs of a causal tile, and half of a block along its edge.

@@ -6,6 +6,7 @@ are 64-bit: n * H * D may exceed 2^31. Sums are formed in the accumulators' dtyp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,18 +23,20 @@ def merge_tile(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
     _launch(merge_kernel, (out, _dense_columns(block_out)), (lse, block_lse))
 
 
-def add_kv(sums: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None, *, stores: bool) -> None:
-    """See `engine.attention.merge.add_kv`; reads what there is once and writes `sums` once."""
-    rows, _, heads, head_dim = sums.shape
-    dk, dv = _dense_columns(dk), _dense_columns(dv)
-    other = sums if arrived is None else arrived
-    assert sums.stride(3) == other.stride(3) == 1, (sums.stride(), other.stride())
-    tiles = RowTiles(rows * heads, head_dim)
-    assert tiles.blocks == 1, f"head_dim {head_dim}"
-    strides = (*sums.stride()[:3], *dk.stride()[:2], *dv.stride()[:2], *other.stride()[:3])
-    sizes = {"head_dim": head_dim, "per_program": tiles.per_program, "width": tiles.width}
+def add_kv(
+    sums: Sequence[Tensor], gradients: Sequence[Tensor], arrived: Sequence[Tensor] | None, *, stores: bool
+) -> None:
+    """See `engine.attention.merge.add_kv`; each is (of k, of v), read or written once by one kernel."""
+    rows, heads, qk_dim = sums[0].shape
+    v_dim = sums[1].shape[2]
+    tensors = [*sums, *map(_dense_columns, gradients), *(sums if arrived is None else arrived)]
+    assert all(x.stride(2) == 1 for x in tensors), [x.stride() for x in tensors]
+    tiles = RowTiles(rows * heads, max(qk_dim, v_dim))
+    assert tiles.blocks == 1, f"heads of {qk_dim} and {v_dim}"
+    strides = [stride for x in tensors for stride in x.stride()[:2]]
+    sizes = {"qk_dim": qk_dim, "v_dim": v_dim, "per_program": tiles.per_program, "width": tiles.width}
     flags = {"stores": stores, "arrives": arrived is not None}
-    arguments = (sums, dk, dv, other, *strides, rows * heads, heads)
+    arguments = (*tensors, *strides, rows * heads, heads)
     launch(add_kv_kernel, tiles.programs, *arguments, cells=tiles.cells, **sizes, **flags)
 
 
@@ -96,22 +99,26 @@ def merge_kernel(
 
 @kernel
 def add_kv_kernel(
-    sums: tl.tensor, dk: tl.tensor, dv: tl.tensor, arrived: tl.tensor, sums_row: tl.tensor, sums_part: tl.tensor,
-    sums_head: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
-    arrived_row: tl.tensor, arrived_part: tl.tensor, arrived_head: tl.tensor, pairs: tl.tensor, heads: tl.tensor,
-    head_dim: tl.constexpr, per_program: tl.constexpr, width: tl.constexpr, stores: tl.constexpr,
-    arrives: tl.constexpr,
+    k_sums: tl.tensor, v_sums: tl.tensor, dk: tl.tensor, dv: tl.tensor, k_arrived: tl.tensor, v_arrived: tl.tensor,
+    k_sums_row: tl.tensor, k_sums_head: tl.tensor, v_sums_row: tl.tensor, v_sums_head: tl.tensor,
+    dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
+    k_arrived_row: tl.tensor, k_arrived_head: tl.tensor, v_arrived_row: tl.tensor, v_arrived_head: tl.tensor,
+    pairs: tl.tensor, heads: tl.tensor,
+    qk_dim: tl.constexpr, v_dim: tl.constexpr, per_program: tl.constexpr, width: tl.constexpr,
+    stores: tl.constexpr, arrives: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(0).to(tl.int64) * per_program + tl.arange(0, per_program)
     row, head = pair // heads, pair % heads
     column = tl.arange(0, width)
-    cell = (pair < pairs)[:, None] & (column < head_dim)[None, :]
-    sums_at = sums + (row * sums_row + head * sums_head)[:, None] + column[None, :]
-    arrived_at = arrived + (row * arrived_row + head * arrived_head)[:, None] + column[None, :]
+    live = (pair < pairs)[:, None]
+    sums_at = k_sums + (row * k_sums_row + head * k_sums_head)[:, None] + column[None, :]
+    arrived_at = k_arrived + (row * k_arrived_row + head * k_arrived_head)[:, None] + column[None, :]
     dk_at = dk + (row * dk_row + head * dk_head)[:, None] + column[None, :]
+    _add_part(sums_at, dk_at, arrived_at, live & (column < qk_dim)[None, :], stores, arrives)
+    sums_at = v_sums + (row * v_sums_row + head * v_sums_head)[:, None] + column[None, :]
+    arrived_at = v_arrived + (row * v_arrived_row + head * v_arrived_head)[:, None] + column[None, :]
     dv_at = dv + (row * dv_row + head * dv_head)[:, None] + column[None, :]
-    _add_part(sums_at, dk_at, arrived_at, cell, stores, arrives)
-    _add_part(sums_at + sums_part, dv_at, arrived_at + arrived_part, cell, stores, arrives)
+    _add_part(sums_at, dv_at, arrived_at, live & (column < v_dim)[None, :], stores, arrives)
 
 
 @kernel

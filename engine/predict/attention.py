@@ -288,7 +288,7 @@ def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tup
 
 def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:
     tiles = list(plan.tiles())
-    pairs = sum(tile.band.area() * query_heads(plan.buffers[tile.q.buffer], token_bytes) for tile in tiles)
+    pairs = sum(tile.band.area() * query_heads(tile, plan.buffers, token_bytes) for tile in tiles)
     return RankPreview(
         rank=plan.rank,
         steps=len(plan.steps),

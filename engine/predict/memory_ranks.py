@@ -43,7 +43,7 @@ def worst_ranks(config: RunConfig, method: AttentionMethod) -> list[int]:
 
 def _attention_bytes(layer: LayerAttention, blocks: Blocks, model: ModelConfig, kept: list[int]) -> list[int]:
     """Bytes of one layer's buffers, and of the results that all layers like it keep, on every rank; to compare."""
-    token = TokenBytes(model.num_heads, model.num_kv_heads, model.head_dim)
+    token = TokenBytes(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
     plans = plan_method(layer.method, layer.mask, blocks)
     passes = [
         [

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.settings import ModelConfig
-from engine.planning.program.ops import Buffer, Direction, LocalOp, Tile, TokenBytes, View
+from engine.planning.program.ops import Buffer, Direction, HeadPart, LocalOp, Tile, TokenBytes, View
 from engine.planning.visibility.mask import Band
 
-# FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
-# Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five
-# products, of which the recomputed one is not in the model FLOPs of `engine.predict.flops`.
-FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10}
+
+def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
+    """FLOPs per visible pair of one query head, a multiplication and an addition counting as two.
+
+    Forward: Q K^T and P V. Backward: Q K^T (recomputed, so not in the model FLOPs of `engine.predict.flops`) and
+    the gradients of q and k over `qk_dim` channels, dO V^T and the gradient of v over `v_dim`.
+    """
+    return 2 * (qk_dim + v_dim) if direction == "forward" else 2 * (3 * qk_dim + 2 * v_dim)
 
 
 # Over the logits, forward and backward: written and read by softmax, read and written by its gradient.
@@ -28,9 +32,10 @@ def layer_numbers(model: ModelConfig) -> int:
     return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
 
 
-def query_heads(buffer: Buffer, token_bytes: TokenBytes) -> int:
-    """Query heads that the rows of a buffer hold."""
-    return buffer.heads.counts(token_bytes.num_heads, token_bytes.num_kv_heads)[0]
+def query_heads(tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> int:
+    """Query heads that a tile computes."""
+    heads = buffers[tile.q.buffer].heads.part(tile.heads)
+    return heads.counts(token_bytes.num_heads, token_bytes.num_kv_heads)[0]
 
 
 def computed_pairs(band: Band, block_rows: float) -> float:
@@ -42,9 +47,10 @@ def computed_pairs(band: Band, block_rows: float) -> float:
 def tile_flops(
     tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes, direction: Direction, block_rows: float = 0.0
 ) -> float:
-    """FLOPs of one kernel call over all heads of its query buffer, wasted parts of blocks included."""
-    heads = query_heads(buffers[tile.q.buffer], token_bytes)
-    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile.band, block_rows)
+    """FLOPs of one kernel call over all of its heads, wasted parts of blocks included."""
+    heads = query_heads(tile, buffers, token_bytes)
+    flops = pair_flops(direction, token_bytes.qk_dim, token_bytes.v_dim)
+    return flops * heads * computed_pairs(tile.band, block_rows)
 
 
 class ViewBytes:
@@ -61,8 +67,12 @@ class ViewBytes:
 
     def moved_by_tile(self, tile: Tile) -> int:
         """Bytes read and written to merge a tile's results into its accumulators, or to store them there."""
-        moved = self.of(tile.sums) * (2 - tile.stores)
-        return moved + (self.of(tile.kv_sums) * (2 - tile.stores_kv) if tile.kv_sums else 0)
+        moved = self._of_heads(tile.sums, tile.heads) * (2 - tile.stores)
+        return moved + (self._of_heads(tile.kv_sums, tile.heads) * (2 - tile.stores_kv) if tile.kv_sums else 0)
+
+    def _of_heads(self, view: View, heads: HeadPart) -> int:
+        buffer = self._slots[view.buffer]
+        return (view.stop - view.start) * self._token_bytes.of(buffer.kind, buffer.heads.part(heads))
 
     def moved_by_op(self, op: LocalOp) -> int:
         """Bytes read and written by a local operation, on the heads of the narrower side."""
@@ -73,4 +83,4 @@ class ViewBytes:
             (view.stop - view.start) * self._token_bytes.of(self._slots[view.buffer].kind, heads)
             for view in (op.dst, op.src)
         )
-        return (2 * dst if op.op == "add" else dst) + src
+        return (2 * dst if op.op in ("add", "merge") else dst) + src

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
-from engine.pretrained.folder import find_tokenizer
-from engine.pretrained.shape import differences, read_pretrained
 
 if TYPE_CHECKING:
     from engine.pretrained.shape import Pretrained
@@ -160,6 +158,8 @@ def _files(data: DataConfig) -> Iterator[str]:
 
 
 def _is_tokenizer(path: Path) -> bool:
+    from engine.pretrained.folder import find_tokenizer
+
     try:
         return path.is_file() or (path.is_dir() and find_tokenizer(path) is not None)
     except DataError:  # a damaged file beside it, which whoever reads it names
@@ -219,9 +219,10 @@ def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
 
 
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
-    # These load numpy, which checking settings need not.
+    # Only who names weights waits for these, and for numpy, which they load.
     from engine.data.agreement import tokenizer_problem
     from engine.pretrained.names import check_tied_head, weight_files
+    from engine.pretrained.shape import read_pretrained
 
     try:
         pretrained = read_pretrained(folder)
@@ -260,6 +261,7 @@ def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokeni
 
 
 def _other_model(config: RunConfig, pretrained: Pretrained, folder: Path) -> Iterator[str]:
+    from engine.pretrained.shape import differences
 
     if found := differences(config.model, pretrained.model):
         yield (

@@ -21,6 +21,7 @@ def select_kernel(
     windows: bool = False,
     deterministic: bool = False,
     documents: bool = False,
+    v_dim: int | None = None,
 ) -> KernelChoice:
     """The named kernel, or for `auto` the fastest that can run here, with the reasons; ConfigError says what would be
     legal. See KernelRequest; torch's deterministic mode asks for it, too.
@@ -36,5 +37,6 @@ def select_kernel(
         windows,
         deterministic or torch.are_deterministic_algorithms_enabled(),
         documents,
+        v_dim,
     )
     return choose(name, request, lambda kind: trial_problem(kind, request, device))

@@ -25,6 +25,7 @@ class KernelRequest:
     windows              tiles may be bands other than full and causal ones
     deterministic        equal inputs must give equal bits
     documents            packed sequences: every batch brings tiles of new shapes
+    v_dim                width of a head of v and out; None: head_dim, that of q and k
     """
 
     device: str
@@ -34,6 +35,12 @@ class KernelRequest:
     windows: bool = False
     deterministic: bool = False
     documents: bool = False
+    v_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Widths of a head of q and k, and of v and out."""
+        return self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
 
 
 def no_problem(request: KernelRequest) -> str | None:
@@ -53,6 +60,7 @@ class Capabilities:
                            `never`
     max_call_elements      of q, out, or k and v with the heads of q, in one call; larger tiles come in parts of their
                            heads (`engine.kernels.attention.heads`); None: any number
+    unequal_head_dims      heads of v may have another width than those of q and k
     plans_shapes           it builds and keeps a plan for every new shape of a tile, for tens of milliseconds or more
     problem                what else is wrong with a request here, in words; None: nothing
     """
@@ -62,6 +70,7 @@ class Capabilities:
     max_head_dim: int
     max_call_elements: int | None = None
     head_dim_multiple: int = 1
+    unequal_head_dims: bool = False
     compute_capabilities: tuple[ComputeCapability | None, ComputeCapability | None] = (None, None)
     bfloat16_from: ComputeCapability | None = None
     deterministic: Literal["always", "flag", "never"] = "always"
@@ -81,11 +90,13 @@ ON_CUDA = Capabilities(
 
 
 class TileKernel(Protocol):
-    """Attention of one tile, softmax scale 1/sqrt(head_dim), grouped kv heads native; bands count from row and key 0.
+    """Attention of one tile, softmax scale 1/sqrt(qk_dim), grouped kv heads native; bands count from row and key 0.
 
-    Shapes: q, out, dout [num_queries, num_heads, head_dim]; k, v [num_keys, num_kv_heads, head_dim] with query head h
-    using kv head h // (num_heads // num_kv_heads); lse [num_queries, num_heads], natural logarithm, fp32 (float64 for
-    float64 inputs). Inputs may be strided views. Every query sees at least one key: planners guarantee it.
+    Shapes: q [num_queries, num_heads, qk_dim]; out, dout [num_queries, num_heads, v_dim]; k [num_keys, num_kv_heads,
+    qk_dim]; v [num_keys, num_kv_heads, v_dim], with query head h using kv head h // (num_heads // num_kv_heads); lse
+    [num_queries, num_heads], natural logarithm, fp32 (float64 for float64 inputs). Only kernels that declare
+    `unequal_head_dims` are given a v_dim other than qk_dim. Inputs may be strided views. Every query sees at least one
+    key: planners guarantee it.
     """
 
     name: str

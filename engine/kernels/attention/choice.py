@@ -64,7 +64,7 @@ def choose(
         problems[candidate] = problem
     legal = [other for other in kernels if problem_of(kernels[other].capabilities, request) is None]
     raise ConfigError(
-        f"attention.kernel={name}: no kernel for {request.dtype} with head_dim {request.head_dim} on {_where(request)} "
+        f"attention.kernel={name}: no kernel for {request.dtype} with {_dims(request)} on {_where(request)} "
         f"({'; '.join(f'{other}: {problem}' for other, problem in problems.items())}); "
         f"legal here: {', '.join(other for other in legal if other not in problems)}"
     )
@@ -97,14 +97,20 @@ def problem_of(can: Capabilities, request: KernelRequest) -> str | None:
         return f"runs on {', '.join(sorted(can.devices))} only"
     if request.dtype not in can.dtypes:
         return f"takes {', '.join(sorted(str(d).removeprefix('torch.') for d in can.dtypes))} only"
-    if request.head_dim > can.max_head_dim:
-        return f"takes head_dim up to {can.max_head_dim}"
-    if request.head_dim % can.head_dim_multiple:
-        return f"takes head_dim in multiples of {can.head_dim_multiple}"
-    problem = _capability_problem(can, request)
+    problem = _head_dim_problem(can, request) or _capability_problem(can, request)
     if problem is None and request.deterministic and can.deterministic == "never":
         problem = "has no deterministic backward pass"
     return problem or can.problem(request)
+
+
+def _head_dim_problem(can: Capabilities, request: KernelRequest) -> str | None:
+    if max(request.head_dims) > can.max_head_dim:
+        return f"takes head_dim up to {can.max_head_dim}"
+    if any(dim % can.head_dim_multiple for dim in request.head_dims):
+        return f"takes head_dim in multiples of {can.head_dim_multiple}"
+    if len(set(request.head_dims)) > 1 and not can.unequal_head_dims:
+        return "takes heads of v as wide as those of q and k only"
+    return None
 
 
 def _capability_problem(can: Capabilities, request: KernelRequest) -> str | None:
@@ -147,6 +153,11 @@ def _new_shapes(name: KernelName, request: KernelRequest, before: str = "") -> s
     if not (request.documents and KERNELS[name].capabilities.plans_shapes):
         return ""
     return f"{before}builds a plan for every new shape, and packed documents bring some with every batch"
+
+
+def _dims(request: KernelRequest) -> str:
+    qk_dim, v_dim = request.head_dims
+    return f"head_dim {qk_dim}" if qk_dim == v_dim else f"head_dim {qk_dim} and v_dim {v_dim}"
 
 
 def _where(request: KernelRequest) -> str:

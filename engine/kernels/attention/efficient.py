@@ -37,6 +37,7 @@ class AtenEfficientKernel(LibraryKernel):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         compute_capabilities=((5, 0), None),
         bfloat16_from=(8, 0),
+        unequal_head_dims=True,
     )
 
     def _calls(self, band: Band) -> list[Band]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.planning.program.ops import HeadPart
+
 
 class HeadSlices(NamedTuple):
     """Query heads and the kv heads that they use."""
@@ -25,16 +27,26 @@ class HeadSlices(NamedTuple):
 CUDA_CALL_ELEMENTS = 1 << 29
 
 
-def split_heads(q: Tensor, k: Tensor, max_elements: int) -> list[HeadSlices]:
+def head_slices(part: HeadPart, q: Tensor, v: Tensor) -> HeadSlices:
+    """A part of the heads of q [nq, H, qk_dim] and v [nk, K, v_dim]."""
+    num_heads, num_kv_heads = q.shape[1], v.shape[1]
+    return HeadSlices(slice(*part.queries(num_heads)), slice(*part.keys(num_heads, num_kv_heads)))
+
+
+def call_elements(q: Tensor, v: Tensor) -> int:
+    """Elements of the largest operand of a call of q [nq, H, qk_dim] and v [nk, K, v_dim], per query head."""
+    return max(q.shape[0], v.shape[0]) * max(q.shape[2], v.shape[2])
+
+
+def split_heads(q: Tensor, v: Tensor, max_elements: int) -> list[HeadSlices]:
     """As few parts of the heads as keep every tensor of a call at `max_elements` or below.
 
     Parts hold whole groups of query heads with their kv head; a group that is too large by itself is cut, and then
     several parts share a kv head. A single head is never cut (2^29 elements are 4M rows of 128). Keys count with the
     query heads: backward kernels hold dk and dv once per query head before they sum them over a group.
     """
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, group = k.shape[1], num_heads // k.shape[1]
-    head_limit = max(1, max_elements // (max(q.shape[0], k.shape[0]) * head_dim))
+    num_kv_heads, group = v.shape[1], q.shape[1] // v.shape[1]
+    head_limit = max(1, max_elements // call_elements(q, v))
     if head_limit < group:
         cuts = [(first, min(first + head_limit, group)) for first in range(0, group, head_limit)]
         return [

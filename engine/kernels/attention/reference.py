@@ -20,14 +20,15 @@ class ReferenceKernel:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=1 << 16,
+        unequal_head_dims=True,
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-        """(out, lse): softmax(q k^T / sqrt(D)) v and the log of the softmax's denominator."""
+        """(out, lse): softmax(q k^T / sqrt(qk_dim)) v and the log of the softmax's denominator."""
         scores = _scores(q, k, band)
         lse = torch.logsumexp(scores, dim=-1)  # [K, g, nq]
         out = torch.einsum("kgij,jkd->ikgd", torch.exp(scores - lse[..., None]), v.double())
-        return out.reshape(q.shape).to(q.dtype), _merge_heads(lse).to(accumulate_dtype(q.dtype))
+        return out.flatten(1, 2).to(q.dtype), _merge_heads(lse).to(accumulate_dtype(q.dtype))
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """Gradients from p = exp(s - lse), ds = p * (dout v^T - rowsum(dout * out))."""

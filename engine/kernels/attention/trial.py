@@ -35,11 +35,12 @@ def trial_problem(kind: type[TileKernel], request: KernelRequest, device: torch.
 def _band_problem(kernel: TileKernel, band: Band, request: KernelRequest, device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)
 
-    def numbers(heads: int) -> Tensor:
-        drawn = torch.randn(ROWS, heads, request.head_dim, generator=generator, device="cpu")
-        return drawn.to(device, request.dtype)
+    def numbers(heads: int, head_dim: int) -> Tensor:
+        return torch.randn(ROWS, heads, head_dim, generator=generator, device="cpu").to(device, request.dtype)
 
-    q, k, v, dout = given = [numbers(heads) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)]
+    qk_dim, v_dim = request.head_dims
+    shapes = ((NUM_HEADS, qk_dim), (NUM_KV_HEADS, qk_dim), (NUM_KV_HEADS, v_dim), (NUM_HEADS, v_dim))
+    q, k, v, dout = given = [numbers(*shape) for shape in shapes]
     wide_q, wide_k, wide_v, wide_dout = (x.double() for x in given)
     reference = ReferenceKernel()
     out, lse = reference.forward(wide_q, wide_k, wide_v, band)

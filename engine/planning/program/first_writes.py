@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.program.ops import Buffer, Kind, LocalOp, OpName, Step, Tile, View
+from engine.planning.program.ops import Buffer, Kind, LocalOp, OpName, Step, View
 
 Flags = npt.NDArray[np.bool_]
 
@@ -48,10 +48,13 @@ class _FreshRows:
                 self._write(transfer.view)
         tiles = []
         for tile in step.tiles:
-            stores, stores_kv = self._takes(tile.sums), tile.kv_sums is not None and self._takes(tile.kv_sums)
+            # Rows are fresh for all heads or for none, so a tile of some heads adds.
+            stores, stores_kv = (
+                view is not None and tile.heads.count == 1 and self._takes(view) for view in (tile.sums, tile.kv_sums)
+            )
             pre += () if stores else self._read(tile.sums)
             pre += self._read(tile.kv_sums) if tile.kv_sums and not stores_kv else ()
-            tiles.append(Tile(*tile[:5], stores, stores_kv) if stores or stores_kv else tile)
+            tiles.append(tile._replace(stores=stores, stores_kv=stores_kv) if stores or stores_kv else tile)
         after = [found for op in step.after for found in self._op(op)]
         return Step(step.index, tuple(pre), step.post, tuple(tiles), step.wait, tuple(after))
 
@@ -63,11 +66,11 @@ class _FreshRows:
                 yield from self._read(View(number, 0, buffer.rows))
 
     def _op(self, op: LocalOp) -> Iterable[LocalOp]:
-        """An op behind what it needs; an addition to fresh rows is a copy."""
+        """An op after what it needs; adding to fresh rows, or merging into them, is a copy."""
         dst, src = op.dst, op.src
         assert src is not None, op
         before = self._read(src)
-        if op.op != "add":
+        if op.op not in ("add", "merge"):
             self._write(dst)
             return (*before, op)
         if self._slots[dst.buffer].heads != self._slots[src.buffer].heads:
@@ -75,7 +78,7 @@ class _FreshRows:
         fresh = self._write(dst)
         if fresh is None:
             return (*before, op)
-        runs = (*_runs(~fresh, "add"), *_runs(fresh, "copy"))
+        runs = (*_runs(~fresh, op.op), *_runs(fresh, "copy"))
         return (*before, *(LocalOp(what, _part(dst, *run), _part(src, *run)) for what, *run in runs))
 
     def _takes(self, view: View) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
     from engine.planning.visibility.mask import Band
 
 Direction = Literal["forward", "backward"]
-OpName = Literal["init", "add", "copy", "stats"]
+OpName = Literal["init", "add", "merge", "copy", "finish", "stats"]
 
 
 class Kind(StrEnum):
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
     Q = "q"  # query
     KV = "kv"  # key and value
-    PARTIAL = "partial"  # running out and lse, fp32
+    PARTIAL = "partial"  # running out and lse, fp32: of the keys that were merged so far
     Q_DOUT_STATS = "q_dout_stats"  # query, dout and (lse, surrogate scale): of queries that travel
     Q_DOUT_OUT = "q_dout_out"  # query, dout, out and lse: of queries that stay, and take `out` itself
     DQ = "dq"  # gradient of q, fp32
@@ -50,46 +50,47 @@ class Kind(StrEnum):
 class Field(NamedTuple):
     """One tensor of a kind: [rows, ...] with query or kv heads.
 
-    shape   of a row: "heads", "dim" (of a head) and numbers
+    shape   of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out) and numbers
     dtype   that of the model, of sums (fp32) or of gradients on the wire
     own     whether it takes memory of its own; else it is what forward left
     """
 
     name: str
-    shape: tuple[str | int, ...] = ("heads", "dim")
+    shape: tuple[str | int, ...] = ("heads", "qk_dim")
     dtype: Literal["element", "sum", "wire"] = "element"
     own: bool = True
 
     @property
     def of_keys(self) -> bool:
         """Whether its heads are kv heads."""
-        return self.name in ("k", "v", "dkv")
+        return self.name in ("k", "v", "dk", "dv")
 
-    def row(self, heads: tuple[int, int], head_dim: int) -> tuple[int, ...]:
-        """Shape of a row with so many query and kv heads."""
-        sizes = {"heads": heads[self.of_keys], "dim": head_dim}
+    def row(self, heads: tuple[int, int], qk_dim: int, v_dim: int) -> tuple[int, ...]:
+        """Shape of a row with this many query and kv heads."""
+        sizes = {"heads": heads[self.of_keys], "qk_dim": qk_dim, "v_dim": v_dim}
         return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
 
 
-_Q, _OUT, _DOUT, _LSE = Field("q"), Field("out"), Field("dout"), Field("lse", ("heads",), "sum")
-_DKV_SHAPE = (2, "heads", "dim")
+_V_SHAPE = ("heads", "v_dim")
+_Q, _OUT, _DOUT, _LSE = Field("q"), Field("out", _V_SHAPE), Field("dout", _V_SHAPE), Field("lse", ("heads",), "sum")
+_DK, _DV = Field("dk"), Field("dv", _V_SHAPE)
 
 # What a buffer of each kind holds, and a message of it carries, in this order.
 FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.Q: (_Q,),
-    Kind.KV: (Field("k"), Field("v")),
-    Kind.PARTIAL: (Field("out", dtype="sum"), _LSE),
+    Kind.KV: (Field("k"), Field("v", _V_SHAPE)),
+    Kind.PARTIAL: (_OUT._replace(dtype="sum"), _LSE),
     Kind.Q_DOUT_STATS: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
     Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
     Kind.DQ: (Field("dq", dtype="sum"),),
-    Kind.DKV: (Field("dkv", _DKV_SHAPE, "sum"),),
+    Kind.DKV: (_DK._replace(dtype="sum"), _DV._replace(dtype="sum")),
     Kind.DQ_WIRE: (Field("dq", dtype="wire"),),
-    Kind.DKV_WIRE: (Field("dkv", _DKV_SHAPE, "wire"),),
+    Kind.DKV_WIRE: (_DK._replace(dtype="wire"), _DV._replace(dtype="wire")),
     Kind.OUT_LSE: (_OUT, _LSE),
     Kind.OUT: (_OUT,),
     Kind.DOUT: (_DOUT,),
     Kind.DQ_CAST: (Field("dq"),),
-    Kind.DKV_CAST: (Field("dkv", _DKV_SHAPE),),
+    Kind.DKV_CAST: (_DK, _DV),
 }
 
 
@@ -128,6 +129,10 @@ class HeadPart:
         group = num_heads // num_kv_heads
         return first // group, -(-last // group)
 
+    def part(self, inner: HeadPart) -> HeadPart:
+        """A part of this part; of heads that both counts divide."""
+        return HeadPart(self.index * inner.count + inner.index, self.count * inner.count)
+
     def counts(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """Numbers of query and of kv heads."""
         (q_first, q_last), (k_first, k_last) = self.queries(num_heads), self.keys(num_heads, num_kv_heads)
@@ -164,6 +169,9 @@ class Tile(NamedTuple):
 
     Forward merges into `sums` (kind PARTIAL). Backward adds to `sums` (kind DQ) and `kv_sums` (kind DKV). Where it is
     the first to do so it `stores` instead: these rows hold nothing yet.
+
+    `heads` is the part of its operands' heads that it computes: heads of one layer may have different masks, and then
+    every class of heads has tiles of its own. Such a tile never stores, for the rows of other heads may hold sums.
     """
 
     q: View
@@ -173,6 +181,7 @@ class Tile(NamedTuple):
     kv_sums: View | None = None
     stores: bool = False  # to sums
     stores_kv: bool = False  # to kv_sums
+    heads: HeadPart = ALL_HEADS
 
 
 class Transfer(NamedTuple):
@@ -191,14 +200,16 @@ class Transfer(NamedTuple):
 
 
 class LocalOp(NamedTuple):
-    """RankPass on one rank's buffers.
+    """An operation on one rank's buffers.
 
-    init   dst = 0, lse = -inf
-    add    dst += src
-    copy   dst = src, cast; fields that only one side has are left out
-    stats  dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
+    init    dst = 0, lse = -inf
+    add     dst += src
+    merge   dst (kind PARTIAL) becomes the softmax over the keys of dst and of src, another partial result of these rows
+    copy    dst = src, cast; fields that only one side has are left out
+    finish  dst (kind OUT_LSE) = src (kind PARTIAL), complete: all keys are merged, and src is not used again
+    stats   dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
 
-    add and copy between buffers of different heads work on the heads of the narrower one.
+    add, merge and copy between buffers of different heads work on the heads of the narrower one.
     """
 
     op: OpName
@@ -250,12 +261,15 @@ class RankPlan:
 class TokenBytes:
     """Bytes that one token of each kind occupies on the wire, and in buffers of its own.
 
+    Heads of q and k are `qk_dim` wide, those of v and out `v_dim`.
+
     out and lse of a Q_DOUT_OUT are those that forward left, and take none.
     """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    qk_dim: int
+    v_dim: int
     element_bytes: int = 2
     gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
     wire_gradient_bytes: int = 4
@@ -265,7 +279,7 @@ class TokenBytes:
         """Bytes of one token of `kind`, of some heads."""
         counts = heads.counts(self.num_heads, self.num_kv_heads)
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
-        return sum(math.prod(f.row(counts, self.head_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
+        return sum(math.prod(f.row(counts, self.qk_dim, self.v_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
 
 
 class LinkBytes(NamedTuple):

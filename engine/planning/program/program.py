@@ -117,11 +117,21 @@ class Program:
             transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows))
             self.transfers.append(ProgramTransfer(self._during(when), target.owner, transfer))
 
-    def tile(self, step: int, band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None = None) -> None:
-        """Compute a band between queries and keys, add to their sums."""
+    def tile(
+        self,
+        step: int,
+        band: Band,
+        q: Value,
+        kv: Value,
+        sums: Value,
+        kv_sums: Value | None = None,
+        heads: HeadPart = ALL_HEADS,
+    ) -> None:
+        """Compute a band between queries and keys, add to their sums; `heads`: of those that the values have."""
         q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
         kv_view = kv_sums.view(k_rows) if kv_sums else None
-        self.steps[step].tiles.append(Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), kv_view))
+        tile = Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), kv_view, heads=heads)
+        self.steps[step].tiles.append(tile)
 
     def before(
         self, step: int, op: OpName, dst: Value, src: Value, rows: Rows | None = None, from_rows: Rows | None = None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engine.config.settings import Store
 from engine.planning.program.buffers import Rows, Value
-from engine.planning.program.ops import HeadPart, Kind
+from engine.planning.program.ops import HeadPart, Kind, OpName
 from engine.planning.program.program import Program, When
 
 Fill = Callable[[int, int, Value], object]  # (chunk, step, value): emit what fills a chunk before `step`
@@ -150,16 +150,16 @@ class ChunkedBlock:
             resident.add(residency, value)
         return resident
 
-    def put(self, step: int, source: Value, whole: Value, chunk: int, *, all_rows: bool = False) -> Value:
-        """Cast a chunk into `whole` at a step; the cast value on the device.
+    def put(self, step: int, op: OpName, source: Value, whole: Value, chunk: int, *, all_rows: bool = False) -> Value:
+        """Copy or finish a chunk into `whole` at a step; the new value on the device.
 
-        all_rows   if only the first rows are cast, the value has the others too, from `whole`
+        all_rows   if only the first rows are written, the value has the others too, from `whole`
         """
         value = self.part(whole.kind, chunk) if self.on_host else whole
         every, rows = self.rows[chunk], self.rows_of(source.kind, self.rows[chunk])
         if self.on_host and all_rows:
             self.program.move(whole, value, Rows(rows.stop, every.stop), When(step - self.lead, step - 1))
-        self.program.before(step, "copy", value, source, rows)
+        self.program.before(step, op, value, source, rows)
         if self.on_host:
             self.program.move(value, whole, rows, When(step, step))
         return value

@@ -63,20 +63,20 @@ def _transfer(values: Sequence[Value], end: ProgramTransfer) -> str:
     transfer, (post, wait) = end.transfer, end.when
     until = f", until step {wait}" if wait != post else ""
     if transfer.source is not None:
-        return f"{transfer.op:6}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
+        return f"{transfer.op:7}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
     way = "to" if transfer.op == "send" else "from"
     link = f"({_LINKS[transfer.channel]}{until})"
-    return f"{transfer.op:6}{_name(values, transfer.view)} {way} rank {transfer.peer} {link}"
+    return f"{transfer.op:7}{_name(values, transfer.view)} {way} rank {transfer.peer} {link}"
 
 
 def _tile(values: Sequence[Value], tile: Tile) -> str:
     sums = ", ".join(_name(values, view) for view in (tile.sums, tile.kv_sums) if view is not None)
-    return f"{'tile':6}{_name(values, tile.q)} x {_name(values, tile.kv)} {tile.band.kind} -> {sums}"
+    return f"{'tile':7}{_name(values, tile.q)} x {_name(values, tile.kv)} {tile.band.kind} -> {sums}"
 
 
 def _local_op(values: Sequence[Value], received: set[int], op: LocalOp) -> str:
     target = _name(values, op.dst)
     if op.src is None:
-        return f"{op.op:6}{target}"
+        return f"{op.op:7}{target}"
     source = f"received {_name(values, op.src)}" if op.src.buffer in received else _name(values, op.src)
-    return f"{op.op:6}{source} -> {target}"
+    return f"{op.op:7}{source} -> {target}"

@@ -184,7 +184,7 @@ class Forward(_RankChunks):
             self.head_group.argument(Kind.OUT, "out")
 
         def finish(chunk: int, step: int, partial: Value) -> None:
-            cast = self.chunks.put(step + 1, partial, out_lse, chunk, all_rows=self.head_group.exchanges)
+            cast = self.chunks.put(step + 1, "finish", partial, out_lse, chunk, all_rows=self.head_group.exchanges)
             self._exchange_out(cast, chunk, step + 1)
 
         planned = residencies(self.uses(Kind.PARTIAL), self.chunks.lead)
@@ -290,7 +290,7 @@ class Backward(_RankChunks):
             if exchanges:
                 self.head_group.to_rows(chunk, step + 1, wire, dkv, output, op)
             else:
-                self.chunks.put(step + 1, dkv, output, chunk)
+                self.chunks.put(step + 1, "copy", dkv, output, chunk)
 
         return self.chunks.sum(planned, self.chunks.whole(Kind.DKV), finish)
 

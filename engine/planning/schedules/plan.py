@@ -25,9 +25,9 @@ class PlanPair:
     """Forward and backward plans of the same method, mask and layout.
 
     recompute   forward again, during backward, for queries whose results were not saved; None: all were. Its arguments
-                are those of forward, but `partial` has only the first `recomputed_rows` of a rank's ring block, and
-                `out_lse` (with a head exchange or chunks) is given with the saved results of all other rows: the plan
-                writes the first rows, and exchanges out of all rows
+                are those of forward, but `partial` and `out_lse` have only the first `recomputed_rows` of a rank's
+                ring block. With a head exchange or chunks, `out_lse` has all rows and is given with the saved ones: the
+                plan writes the first rows, and exchanges out of all rows
 
     Causal attention of a share c of the sequence costs c**2 of the whole, and only keys that those queries see are
     sent. Source: Sun et al. 2025 (BurstEngine, sequence-level selective checkpointing: striped, causal, c = 1/2).
@@ -154,7 +154,8 @@ def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
     return TokenBytes(
         num_heads=model.num_heads * train.micro_batch_size,
         num_kv_heads=model.num_kv_heads * train.micro_batch_size,
-        head_dim=model.head_dim,
+        qk_dim=model.head_dim,
+        v_dim=model.head_dim,
         element_bytes=BYTES_OF[train.compute_dtype],
         wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
     )

@@ -5,7 +5,7 @@ dout and the row statistics with dq (`q`: BurstAttention; less to send where the
 
 Arguments of the plans (inputs and outputs), without a head exchange:
 
-    forward    q, kv -> partial                              backward    q_dout, kv -> dq, dkv
+    forward    q, kv -> out_lse                              backward    q_dout, kv -> dq, dkv
 
 with one, where ring_* , q_dout and out_lse hold this rank's heads of the whole block, the others all heads of own rows:
 
@@ -112,6 +112,9 @@ class WholeBlocks:
         schedule_of(self.method).forward(me)
         if self.exchanges_heads:
             self._exchange_forward(q, kv, partial, grid.size)
+        else:
+            out_lse = self._value(Kind.OUT_LSE, rows, "out_lse")
+            self.program.after(max(self.tile_steps, default=0), "finish", out_lse, partial)
 
     def _forward_inputs(self, *, has_final_kv: bool) -> tuple[Value, Value]:
         """(q, kv) as the ring reads them; backward reads ring_kv again, unless it has final_kv."""
@@ -134,7 +137,7 @@ class WholeBlocks:
             group.to_heads(0, gap, all_heads_q, q)
         if partial.rows.stop:
             done = 1 + (max(self.tile_steps) if self.tile_steps else steps)
-            self.program.before(done, "copy", out_lse, partial, partial.rows)
+            self.program.before(done, "finish", out_lse, partial, partial.rows)
             group.to_rows(0, done, Kind.OUT, out_lse, out)
         elif self.rows.stop:
             group.to_rows(0, gap + gap * 2 // 3, Kind.OUT, out_lse, out)

@@ -30,7 +30,10 @@ def rehearsed_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
 
 
 def rehearsed(plan: RankPlan) -> RankPlan:
-    """The same buffers and one step without transfers: of every kind the largest op and the largest tiles."""
+    """The same buffers and one step without transfers: of every kind the largest op and the largest tiles.
+
+    Partial results are finished after the tiles: only then is there memory for what they become.
+    """
     if not plan.steps:
         return plan
     ops = [op for step in plan.steps for op in (*step.pre, *step.after)]
@@ -40,7 +43,7 @@ def rehearsed(plan: RankPlan) -> RankPlan:
         return (op.op, *((buffer.kind, buffer.heads, buffer.where) for buffer in ends))
 
     def tile_kind(tile: Tile) -> Hashable:  # a general band needs a bias
-        return plan.buffers[tile.q.buffer].heads, tile.kv_sums is None, tile.band.kind
+        return plan.buffers[tile.q.buffer].heads, tile.heads, tile.kv_sums is None, tile.band.kind
 
     chosen = _largest(ops, op_kind, lambda op: op.dst.stop - op.dst.start)
     # A tile's temporaries are those of its queries and of its keys.
@@ -50,7 +53,9 @@ def rehearsed(plan: RankPlan) -> RankPlan:
         lambda tile: tile.band.num_queries + tile.band.num_keys,
     ]
     tiles = dict.fromkeys(tile for measure in measures for tile in _largest(plan.tiles(), tile_kind, measure))
-    return replace(plan, steps=(Step(0, pre=tuple(chosen), tiles=tuple(tiles)),))
+    finishes = tuple(op for op in chosen if op.op == "finish")
+    others = tuple(op for op in chosen if op.op != "finish")
+    return replace(plan, steps=(Step(0, pre=others, tiles=tuple(tiles), after=finishes),))
 
 
 def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: Callable[[Item], int]) -> list[Item]:
@@ -82,7 +87,7 @@ class StandInFlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """Memory for (out, lse)."""
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.transpose(0, 1)
+        return q.new_empty(*q.shape[:2], v.shape[2]), lse.transpose(0, 1)
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """Memory for (dq, dk, dv)."""
@@ -90,7 +95,7 @@ class StandInFlashKernel:
         multiple = 32 if head_dim <= 128 else 64
         rounded, width = -(-rows // _ROUNDED_ROWS) * _ROUNDED_ROWS, -(-head_dim // multiple) * multiple
         held = [grads.dout.contiguous(), grads.lse.transpose(0, 1).contiguous()]
-        dq, dk, dv = map(torch.empty_like, (q, k, k))
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
         held += [
             q.new_empty(shape, dtype=torch.float32) for shape in ((num_heads, rounded), (rounded, num_heads, width))
         ]

@@ -30,7 +30,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random q, dout [N, H, D] and k, v [N, K, D]."""
+    """Random q [N, H, D] and k [N, K, D], dout [N, H, v_dim] and v [N, K, v_dim]."""
 
     q: Tensor
     k: Tensor
@@ -39,14 +39,22 @@ class Inputs:
 
 
 def random_inputs(
-    rows: int, heads: int, kv_heads: int, head_dim: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    v_dim: int | None = None,
 ) -> Inputs:
+    """`v_dim`: of v and dout; None: head_dim."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(count: int) -> Tensor:
-        return torch.randn(rows, count, head_dim, dtype=torch.float64, generator=generator).to(dtype)
+    def draw(count: int, width: int) -> Tensor:
+        return torch.randn(rows, count, width, dtype=torch.float64, generator=generator).to(dtype)
 
-    return Inputs(draw(heads), draw(kv_heads), draw(kv_heads), draw(heads))
+    v_dim = v_dim or head_dim
+    return Inputs(draw(heads, head_dim), draw(kv_heads, head_dim), draw(kv_heads, v_dim), draw(heads, v_dim))
 
 
 def visible(mask: Mask, query: int, key: int) -> bool:
@@ -132,6 +140,7 @@ class Group:
     topology: Topology | None = None
     wire: torch.dtype = torch.float32
     before: int | None = None  # where the queries end that the recompute pass attends again
+    sinks: Tensor | None = None  # [heads]
 
     def run(self, inputs: Inputs) -> GroupResult:
         home = self.blocks.home
@@ -150,12 +159,12 @@ class Group:
             for r, (i, (_, saved)) in enumerate(zip(index, finished, strict=True))
         ]
         lockstep(backwards, backward_hub)
-        dkv = [execution.argument("dkv")["dkv"] for execution in backwards]
+        dkv = [execution.argument("dkv") for execution in backwards]
         parts = {
             "out": [out for out, _ in finished],
             "dq": [execution.argument("dq")["dq"].to(inputs.q.dtype) for execution in backwards],
-            "dk": [x[:, 0].to(inputs.k.dtype) for x in dkv],
-            "dv": [x[:, 1].to(inputs.v.dtype) for x in dkv],
+            "dk": [x["dk"].to(inputs.k.dtype) for x in dkv],
+            "dv": [x["dv"].to(inputs.v.dtype) for x in dkv],
         }
         values = {name: gather(index, tensors) for name, tensors in parts.items()}
         values["lse"] = self._lse([saved.lse for _, saved in finished], inputs)
@@ -169,8 +178,10 @@ class Group:
         again = []
         rows = [self.blocks.recomputed_rows(self.before or 0, rank) for rank in range(len(local))]
         for rank, (q, k, v) in enumerate(local):
-            arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}, "out_lse": _forgotten(saved[rank], rows[rank])}
-            arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1])
+            arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+            if "partial" not in plan.ranks[rank].arguments:
+                arguments["out_lse"] = _forgotten(saved[rank], rows[rank])
+            arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1], q.shape[2], v.shape[2])
             again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), arguments))
         lockstep(again, hub)
         return [
@@ -194,6 +205,7 @@ class Group:
             self.kernel,
             hub.transport(rank),
             self.wire,
+            sinks=self.sinks,
         )
 
 
@@ -204,11 +216,17 @@ class PoisonedArithmetic(TensorArithmetic):
         return {name: poison(tensor) for name, tensor in super().allocate(buffer).items()}
 
 
+@dataclass(frozen=True)
 class PoisonedRuntime(AttentionRuntime):
-    """Whose arithmetic is poisoned."""
+    """Whose arithmetic is poisoned, and may have sinks."""
 
-    def arithmetic(self, q: Tensor, num_kv_heads: int, device: torch.device | None = None) -> TensorArithmetic:
-        return PoisonedArithmetic(super().arithmetic(q, num_kv_heads, device).shape, self.kernel)
+    sinks: Tensor | None = None
+
+    def arithmetic(
+        self, x: Tensor, num_kv_heads: int, qk_dim: int, v_dim: int, device: torch.device | None = None
+    ) -> TensorArithmetic:
+        shape = super().arithmetic(x, num_kv_heads, qk_dim, v_dim, device).shape
+        return PoisonedArithmetic(shape, self.kernel, sinks=self.sinks)
 
 
 def _forgotten(saved: SavedAttention, rows: int) -> dict[str, Tensor]:
@@ -228,11 +246,11 @@ def _results(
     for name in ("ring_kv", "final_kv"):
         kv = again.argument(name) if name in names else kv
     results = _forgotten(before, rows)
-    if "out_lse" in names:
-        results = again.argument("out_lse")
-    else:
+    if "partial" in names:  # of the recomputed rows alone
         for name in ("out", "lse"):
-            results[name][:rows] = again.argument("partial")[name]
+            results[name][:rows] = again.argument("out_lse")[name]
+    else:
+        results = again.argument("out_lse")
     out = again.argument("out")["out"] if "out" in names else results["out"]
     return out, SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
 

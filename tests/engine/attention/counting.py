@@ -8,7 +8,7 @@ structural rules alone 42%).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +57,8 @@ class CountingArithmetic:
 
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Count every visible pair of the tile at the query (and in backward at the key)."""
+        first, last = tile.heads.queries(fields["q"]["q"].shape[1])
+        fields = {name: {key: x[:, first:last] for key, x in tensors.items()} for name, tensors in fields.items()}
         queries, keys = _positions(fields["q"]), _positions(fields["kv"])
         visible = band_mask(tile.band)
         if not bool(visible.any(1).all()) or not bool(visible.any(0).all()):
@@ -70,7 +72,7 @@ class CountingArithmetic:
                 _count(fields["kv_sums"], part, keys[:, part], queries[:, part], visible.T)
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
-        """init, add, copy, stats on records."""
+        """init, add, merge, copy, finish, stats on records."""
         if op == "init":
             _start(dst.fields)
             return
@@ -80,10 +82,10 @@ class CountingArithmetic:
             raise PlanError(f"{op} reads rows that hold nothing")
         if op == "stats":
             _take_stats(target, source)
-        elif op == "copy":
+        elif op in ("copy", "finish"):
             for name in target.keys() & source.keys():
                 target[name].copy_(source[name])
-        else:
+        else:  # add or merge: of partial results with keys in common, the counts exceed 1
             _claim(target["owner"], source["owner"], source["owner"] != UNOWNED)
             target["count"] += source["count"]
 
@@ -164,44 +166,62 @@ Records = list[dict[str, Fields]]  # of every rank's arguments, by name
 class _Expected:
     """What sums must hold: the mask, and how many first rows of every rank's ring block have one (None: all)."""
 
-    dense: Tensor  # int32 [size, size]: 1 where the query (row) sees the key (column)
+    dense: Tensor  # int32 [1 or parts, size, size]: 1 where the query (row) sees the key (column)
     blocks: Blocks
     asking: Mapping[int, int] | None = None
+
+    def arithmetic(self) -> CountingArithmetic:
+        """Records of every part of the heads."""
+        return CountingArithmetic(self.blocks.home.seq_len, max(self.blocks.grid.heads, len(self.dense)))
 
     def positions(self, rank: int, buffer: Buffer) -> Tensor:
         """Positions of the rows that a buffer must have."""
         positions = _positions_of(self.blocks, rank, buffer)
-        return positions[: self.asking[rank]] if self.asking is not None and buffer.kind == Kind.PARTIAL else positions
+        if self.asking is None or buffer.kind not in (Kind.PARTIAL, Kind.OUT_LSE):
+            return positions
+        # Of all rows where those that were kept are given.
+        return positions[: self.asking[rank] if buffer.argument != "out_lse" or buffer.rows < len(positions) else None]
 
 
 def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool, before: int | None = None) -> None:
     """Run the plans of a method on records and raise PlanError unless every rank's counts equal the mask.
 
+    As `prove_classes` for heads that all have one mask.
+    """
+    prove_classes(plans, [mask], blocks, late=late, before=before)
+
+
+def prove_classes(
+    plans: PlanPair, masks: Sequence[Mask], blocks: Blocks, *, late: bool, before: int | None = None
+) -> None:
+    """As `prove_pair` where part p of the heads has mask p; several masks go with heads that are not divided.
+
     Backward starts from what forward left, or the recompute pass, in which queries at positions `before` one ask.
     """
-    expected = _Expected(dense_visibility(mask, blocks.home.seq_len).int(), blocks)
-    given = _given(plans.forward, blocks)
-    left = _run_on_records(plans.forward, blocks, given, late=late)
+    dense = torch.stack([dense_visibility(mask, blocks.home.seq_len) for mask in masks]).int()
+    expected = _Expected(dense, blocks)
+    given = _given(plans.forward, expected)
+    left = _run_on_records(plans.forward, expected, given, late=late)
     _check_counts(plans.forward, expected, left, given)
     if plans.recompute is not None:
         asking = {rank: blocks.recomputed_rows(before or 0, rank) for rank in plans.recompute.ranks}
         left = _prove_recompute(plans.recompute, replace(expected, asking=asking), left, late=late)
-    given = [own | saved for own, saved in zip(_given(plans.backward, blocks), left, strict=True)]
-    _check_counts(plans.backward, expected, _run_on_records(plans.backward, blocks, given, late=late), given)
+    given = [own | saved for own, saved in zip(_given(plans.backward, expected), left, strict=True)]
+    _check_counts(plans.backward, expected, _run_on_records(plans.backward, expected, given, late=late), given)
 
 
 def _prove_recompute(plan: AttentionPlan, expected: _Expected, forward: Records, *, late: bool) -> Records:
     """What the recompute pass leaves: as much as forward left, given the inputs and the rows that were kept."""
-    given = _given(plan, expected.blocks)
+    given = _given(plan, expected)
     for rank, records in enumerate(forward):
-        if "out_lse" in records:
-            assert expected.asking is not None
-            kept_from = expected.asking[rank]
+        assert expected.asking is not None
+        kept_from, rank_plan = expected.asking[rank], plan.ranks[rank]
+        if rank_plan.buffers[rank_plan.argument("out_lse")].rows > kept_from:
             kept = {name: poison(tensor.clone()) for name, tensor in records["out_lse"].items()}
             for name, tensor in kept.items():
                 tensor[kept_from:] = records["out_lse"][name][kept_from:]
             given[rank]["out_lse"] = kept
-    left = _run_on_records(plan, expected.blocks, given, late=late)
+    left = _run_on_records(plan, expected, given, late=late)
     # `saved` is compared too, of which only a part was given.
     _check_counts(plan, expected, left, [{}] * plan.size)
     for rank, (records, again) in enumerate(zip(forward, left, strict=True)):
@@ -213,30 +233,23 @@ def _prove_recompute(plan: AttentionPlan, expected: _Expected, forward: Records,
     return left
 
 
-def _given(plan: AttentionPlan, blocks: Blocks) -> Records:
+def _given(plan: AttentionPlan, expected: _Expected) -> Records:
     """Records that the caller fills before a run."""
-    return [_inputs(plan.ranks[rank], blocks, rank, _arithmetic(blocks)) for rank in range(plan.size)]
+    arithmetic = expected.arithmetic()
+    return [_inputs(plan.ranks[rank], expected.blocks, rank, arithmetic) for rank in range(plan.size)]
 
 
-def _arithmetic(blocks: Blocks) -> CountingArithmetic:
-    return CountingArithmetic(blocks.home.seq_len, blocks.grid.heads)
-
-
-def _run_on_records(plan: AttentionPlan, blocks: Blocks, given: Records, *, late: bool) -> Records:
-    """Pinned records of every rank after the run."""
-    arithmetic = _arithmetic(blocks)
+def _run_on_records(plan: AttentionPlan, expected: _Expected, given: Records, *, late: bool) -> Records:
+    """Records of every rank's arguments after the run."""
+    arithmetic = expected.arithmetic()
     hub = Hub(plan.size, late=late)
     executions = [
         Execution(plan.ranks[rank], arithmetic, hub.transport(rank), given[rank]) for rank in range(plan.size)
     ]
     lockstep(executions, hub)
     return [
-        {
-            buffer.argument: fields
-            for buffer, fields in zip(plan.ranks[r].buffers, e.buffers, strict=True)
-            if buffer.argument is not None
-        }
-        for r, e in enumerate(executions)
+        {name: execution.argument(name) for name in plan.ranks[rank].arguments}
+        for rank, execution in enumerate(executions)
     ]
 
 
@@ -245,7 +258,7 @@ def _check_counts(plan: AttentionPlan, expected: _Expected, records: Records, gi
     for rank, rank_plan in plan.ranks.items():
         for buffer in rank_plan.buffers:
             if buffer.argument is not None and buffer.kind not in PAYLOAD and buffer.argument not in given[rank]:
-                dense = expected.dense.T if buffer.kind in KV_SUMS else expected.dense
+                dense = expected.dense.mT if buffer.kind in KV_SUMS else expected.dense
                 _compare(rank, buffer, records[rank][buffer.argument], expected.positions(rank, buffer), dense)
 
 
@@ -272,7 +285,7 @@ def _positions_of(blocks: Blocks, rank: int, buffer: Buffer) -> Tensor:
 def _compare(rank: int, buffer: Buffer, records: Fields, positions: Tensor, dense: Tensor) -> None:
     if len(records["count"]) != len(positions):
         raise PlanError(f"rank {rank}: {buffer.argument} has {len(records['count'])} rows instead of {len(positions)}")
-    expected = dense[positions][:, None].expand(records["count"].shape)
+    expected = dense[:, positions].transpose(0, 1).expand(records["count"].shape)
     if not torch.equal(records["count"], expected):
         wrong = (records["count"] != expected).sum().item()
         raise PlanError(f"rank {rank}: {buffer.argument} has {wrong} wrong counts")

@@ -33,7 +33,7 @@ def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     delta = (dout.double() * out.double()).sum(-1, keepdim=True)
     ds = p * (dout.double() @ wide_v.mT - delta) * scale
     dk, dv = ds.mT @ q.double(), p.mT @ dout.double()
-    return [ds @ wide_k, *(x.view(k.shape[0], group, *k.shape[1:]).sum(1) for x in (dk, dv))]
+    return [ds @ wide_k, *(x.view(k.shape[0], group, *x.shape[1:]).sum(1) for x in (dk, dv))]
 
 
 def window_bias(n: int, m: int, causal: bool, left: int, right: int) -> Tensor:

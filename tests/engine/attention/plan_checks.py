@@ -18,7 +18,7 @@ from engine.planning.schedules.plan import PlanPair
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
-HEAD_DIM = 8
+HEAD_DIMS = (8, 8)  # of q and k, and of v
 EXACT = 1e-10  # float64 sums in another order; seen: 4e-15
 
 
@@ -32,6 +32,7 @@ def check_plans(
     late: bool = True,
     topology: Topology | None = None,
     before: int | None = None,
+    head_dims: tuple[int, int] = HEAD_DIMS,
 ) -> None:
     """The plans of all ranks: proven by counting, with dense attention's numbers and the planned bytes.
 
@@ -44,13 +45,13 @@ def check_plans(
     prove_pair(plans, mask, blocks, late=late, before=before)
     visible = dense_visibility(mask, blocks.home.seq_len)
     check_tiles(plans, blocks, visible, before)
-    inputs = random_inputs(blocks.home.seq_len, *heads, HEAD_DIM)
+    inputs = random_inputs(blocks.home.seq_len, *heads, head_dims[0], v_dim=head_dims[1])
     topology = topology or Topology(1, blocks.home.size)
     group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64, before)
     result = group.run(inputs)
     found = errors(result.values, oracle(inputs, visible))
     assert all(error < EXACT for error in found.values()), found
-    tokens = TokenBytes(*heads, HEAD_DIM, element_bytes=8, gradient_bytes=8, wire_gradient_bytes=8)
+    tokens = TokenBytes(*heads, *head_dims, element_bytes=8, gradient_bytes=8, wire_gradient_bytes=8)
     assert plans.forward.bytes_by_link(tokens, topology) == result.forward_bytes
     assert plans.backward.bytes_by_link(tokens, topology) == result.backward_bytes
 

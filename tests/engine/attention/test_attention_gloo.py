@@ -101,7 +101,7 @@ def run_rank(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int)
 
 
 def planned_bytes(layer: ContextParallel, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
-    rank, tokens = layer.rank, TokenBytes(HEADS, kv_heads, HEAD_DIM, 8, 8, 8)  # float64
+    rank, tokens = layer.rank, TokenBytes(HEADS, kv_heads, HEAD_DIM, HEAD_DIM, 8, 8, 8)  # float64
     plans = plan_method(layer.method, Mask(seq_len), layer.run_context().blocks, rank)
     forward, backward = (plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))
     return forward, backward

@@ -30,21 +30,21 @@ ANY = View(0, 0, 1)  # of which buffer and rows an operand is was resolved when 
 
 
 def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
-    """out, lse, dq and dkv [rows, 2, K, D] of a causal tile as plans run it, in parts of its heads if it is large."""
+    """out, lse, dq, dk and dv of a causal tile as plans run it, in parts of its heads if it is large."""
     q, device = inputs.q, inputs.q.device
     tile = Tile(ANY, ANY, ANY, Band(0, len(q), 0, len(q), low=0))
-    shape = AttentionShape(q.shape[1], inputs.k.shape[1], q.shape[2], q.dtype, device)
+    shape = AttentionShape(q.shape[1], inputs.k.shape[1], q.shape[2], q.shape[2], q.dtype, device)
     arithmetic = TensorArithmetic(shape, kernel)
     acc = {"out": torch.zeros(q.shape, device=device), "lse": torch.full(q.shape[:2], -torch.inf, device=device)}
     kv = {"k": inputs.k, "v": inputs.v}
     arithmetic.run_tile(tile, {"q": {"q": q}, "kv": kv, "sums": acc})
     stats = backward_stats(inputs.dout, acc["out"].to(q.dtype), acc["lse"])
     dq = torch.zeros(q.shape, device=device)
-    dkv = torch.zeros(inputs.k.shape[0], 2, *inputs.k.shape[1:], device=device)
+    dkv = {name: torch.zeros(inputs.k.shape, device=device) for name in ("dk", "dv")}
     qx = {"q": q, "dout": inputs.dout, "stats": stats}
-    arithmetic.run_tile(tile, {"q": qx, "kv": kv, "sums": {"dq": dq}, "kv_sums": {"dkv": dkv}})
+    arithmetic.run_tile(tile, {"q": qx, "kv": kv, "sums": {"dq": dq}, "kv_sums": dkv})
     arithmetic.finish_step()
-    return {**acc, "dq": dq, "dkv": dkv}
+    return {**acc, "dq": dq, **dkv}
 
 
 @pytest.mark.parametrize("kind", [AtenFlashKernel, AtenCudnnKernel])
@@ -69,7 +69,7 @@ def test_real_operators_are_given_parts_of_the_heads_of_large_tiles(
 
     found = run_causal_tile(Noting(), Inputs(on_meta(64), on_meta(16), on_meta(16), on_meta(64)))
     assert found["out"].shape == (rows, 64, 128)
-    assert found["dkv"].shape == (rows, 2, 16, 128)
+    assert found["dk"].shape == (rows, 16, 128)
     assert len(shapes) == 2 * parts
     assert all(shape.numel() <= CUDA_CALL_ELEMENTS for shape in shapes)
 
@@ -85,7 +85,7 @@ def test_cut_tiles_equal_whole_ones_on_the_gpu(kind: type[LibraryKernel]) -> Non
     cut, whole = run_causal_tile(Cut(), inputs), run_causal_tile(kind(), inputs)
     for name in ("out", "lse"):
         torch.testing.assert_close(cut[name], whole[name], rtol=0.01, atol=0.01)  # bf16 resolution
-    for name in ("dq", "dkv"):
+    for name in ("dq", "dk", "dv"):
         assert (cut[name] - whole[name]).norm() <= 0.02 * whole[name].norm(), name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from testkit import ROOT
 from torch import Tensor
 
 from engine.config.errors import ConfigError
+from engine.config.settings import KernelName
 from engine.kernels.attention import select_kernel
-from engine.kernels.attention.base import KernelRequest, TileGradients, TileKernel, TileResult
+from engine.kernels.attention.base import KernelRequest, TileGradients, TileKernel, TileResult, no_problem
 from engine.kernels.attention.choice import KERNELS, KernelChoice, choose, preference, problem_of
 from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.reference import ReferenceKernel
 from engine.kernels.attention.trial import trial_problem
 from engine.planning.visibility.mask import Band
 
@@ -219,6 +222,28 @@ def test_a_trial_finds_wrong_numbers(result: str, change: Callable[[Tensor], Ten
     problem = trial_problem(wrong(result, change), request, torch.device("cpu"))
     assert (problem or "").startswith(f"failed its trial: {result} of a causal tile is off by ")
     assert trial_problem(CpuFlashKernel, request, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_with_one_width_of_heads_are_not_given_two(name: KernelName) -> None:
+    can = replace(KERNELS[name].capabilities, problem=no_problem)
+    device = "cpu" if "cpu" in can.devices else "cuda"
+    request = KernelRequest(device, FP32 if FP32 in can.dtypes else BF16, 64, v_dim=32)
+    problem = problem_of(can, request)
+    assert problem == (None if can.unequal_head_dims else "takes heads of v as wide as those of q and k only")
+
+
+def test_auto_names_what_takes_two_widths_of_heads_where_nothing_fast_does() -> None:
+    with pytest.raises(ConfigError, match=r"head_dim 64 and v_dim 32 on cpu .*legal here: reference"):
+        chosen(KernelRequest("cpu", BF16, 64, v_dim=32))
+    assert chosen(ask(AMPERE, head_dim=192, v_dim=128)).kernel.name == "aten_efficient"
+
+
+@pytest.mark.parametrize("v_dim", [16, 96])
+def test_a_trial_has_heads_as_wide_as_the_run(v_dim: int) -> None:
+    request = KernelRequest("cpu", FP32, 64, v_dim=v_dim)
+    assert trial_problem(ReferenceKernel, request, torch.device("cpu")) is None
+    assert "failed its trial" in (trial_problem(CpuFlashKernel, request, torch.device("cpu")) or "")
 
 
 def test_a_trial_has_windows_where_the_run_has() -> None:

@@ -82,6 +82,25 @@ def test_every_mask_equals_dense_attention(ranks: Any, size: int, settings: dict
         assert max(found) < EXACT, found
 
 
+def run_wide_keys(preset: str) -> float:
+    """Heads of 24 for q and k, and of 16 for v and out."""
+    inputs = random_inputs(SEQ_LEN, HEADS, KV_HEADS, 24, v_dim=16)
+    context = make(preset=preset, head_dim=24, v_dim=16, kernel="reference").context(SEQ_LEN)
+    return worst(attend(context, inputs, batch=2), inputs, Mask(SEQ_LEN))
+
+
+@pytest.mark.parametrize("preset", ["burst", "ulysses"])
+def test_heads_of_v_may_have_another_width(ranks: Any, preset: str) -> None:
+    assert max(ranks(2).run(run_wide_keys, preset)) < EXACT
+
+
+def test_tensors_of_v_are_checked_for_their_own_width() -> None:
+    context = make(head_dim=24, v_dim=16, kernel="reference").context(SEQ_LEN)
+    q, k = (torch.zeros(1, SEQ_LEN, heads, 24, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
+    with pytest.raises(ValueError, match=rf"v has shape .*expected .* = \(1, {SEQ_LEN}, {KV_HEADS}, 16\)"):
+        attention(q, k, k, context)
+
+
 def test_one_rank_needs_no_process_group() -> None:
     assert not dist.is_initialized()
     assert max(run_masks({}, MASKS, batch=2)) < EXACT

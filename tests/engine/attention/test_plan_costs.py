@@ -25,7 +25,7 @@ from engine.resolve.attention import resolve_attention
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
 DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]
 HEADS = 8
-MHA = TokenBytes(HEADS, HEADS, 16)
+MHA = TokenBytes(HEADS, HEADS, 16, 16)
 
 
 def plans_of(method: AttentionMethod, mask: Mask | None = None, before: int | None = None) -> PlanPair:
@@ -98,7 +98,7 @@ def test_two_dimensions_move_the_exchange_and_the_hops_of_the_double_ring(
     exchange = (heads - 1) * share * (2 * width + 2 * max(kv_heads, heads) * head_dim) * 2 // heads
     block = 2 * share * heads * max(kv_heads // heads, 1) * head_dim * 2  # C of the formula
     ring_hops = outer * (inner - 1) + outer - 1
-    tokens = TokenBytes(HEADS, kv_heads, head_dim, wire_gradient_bytes=2 * wide)
+    tokens = TokenBytes(HEADS, kv_heads, head_dim, head_dim, wire_gradient_bytes=2 * wide)
     assert set(sent_by(plans.forward, tokens)) == {exchange + ring_hops * block}
     # dK, dV: one hop home inside the ring, or the last hop of a single level; sums of far cycles go straight.
     gradient_hops = ring_hops + (inner > 1 and outer > 1)

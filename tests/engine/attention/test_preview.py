@@ -101,7 +101,7 @@ AGAIN = {
     "balance": 1.0,
     "bytes_per_layer": {"intra_bytes": 4 * 16, "inter_bytes": 0, "host_bytes": 0},
     "buffers": {
-        "device": {"bytes": 8 * (16 + 16) + 4 * 16 + 4 * 40, "argument_bytes": 8 * (16 + 16) + 4 * 40},
+        "device": {"bytes": 8 * (16 + 16) + 4 * (16 + 40 + 24), "argument_bytes": 8 * (16 + 16) + 4 * (40 + 24)},
         "host": {"bytes": 0, "argument_bytes": 0},
         "rank": 0,
         "kinds": [
@@ -119,6 +119,7 @@ AGAIN = {
                 ("kv", False, 4, 64),
                 ("q", True, 8, 128),
                 ("partial", True, 4, 160),
+                ("out_lse", True, 4, 96),
             )
         ],
     },
@@ -132,7 +133,7 @@ AGAIN = {
             "device_buffer_bytes": size,
             "host_buffer_bytes": 0,
         }
-        for rank, sent, size in ((0, 2 * 16, 480), (1, 4 * 16, 480 - 2 * 16))
+        for rank, sent, size in ((0, 2 * 16, 576), (1, 4 * 16, 576 - 2 * 16))
     ],
 }
 

@@ -24,7 +24,7 @@ from engine.planning.topology import Topology
 from engine.predict.flops import count_parameters
 from engine.predict.machine import Machine
 from engine.predict.memory import find_hardware
-from engine.predict.plan_costs import FLOPS_PER_PAIR, layer_numbers
+from engine.predict.plan_costs import layer_numbers
 from engine.predict.step_time import UPDATE_BYTES, predict_step
 
 SHAPE = HeadShape(2, 2, 16, "float32")
@@ -167,7 +167,6 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: 
 
 def test_every_size_is_chosen_for_cpus_and_gpus() -> None:
     tables = [table for name, table in vars(machine).items() if name.isupper() and isinstance(table, dict)]
-    tables.remove(FLOPS_PER_PAIR)
     for table in tables:
         assert table.keys() == {"cpu", "cuda"}
         for sizes in ([one] if isinstance(one, int) else one for one in table.values()):

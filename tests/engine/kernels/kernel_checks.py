@@ -305,21 +305,30 @@ def check_merge(device: str, dtype: str, wide: str, rows: int, heads: int, head_
 
 
 def check_add_kv(device: str, dtype: str, wide: str, wire: str | None, stores: bool, *sizes: int) -> None:
-    """Sums of k and v side by side; nothing is read of those that hold nothing yet, nor written beside them."""
-    rows, heads, head_dim = sizes
-    room = draw(device, wide, rows, 2, heads + 1, head_dim)
-    sums, beside = room[:, :, :heads], room[:, :, heads:].clone()
-    dk = draw(device, dtype, heads, rows, head_dim, seed=1).transpose(0, 1)
-    dv = strided(draw(device, dtype, rows, heads, head_dim, seed=2))
-    arrived = None if wire is None else draw(device, wire, rows, 2, heads, head_dim, seed=3)
-    want = torch.stack((dk, dv), 1).double() + (0.0 if arrived is None else arrived.double())
-    if stores:
-        sums.fill_(torch.nan)
-    else:
-        want += sums.double()
-    merge.add_kv(sums, dk, dv, arrived, stores=stores)
-    assert_near(sums, want)
-    assert torch.equal(room[:, :, heads:], beside)
+    """Sums of k and v, heads as wide as each has them; nothing is read of those that hold nothing yet, nor written
+    beside them.
+    """
+    rows, heads, *widths = sizes
+    widths = dict(zip(("dk", "dv"), widths, strict=True))
+    room = {name: draw(device, wide, rows, heads + 1, width) for name, width in widths.items()}
+    sums = {name: x[:, :heads] for name, x in room.items()}
+    beside = {name: x[:, heads:].clone() for name, x in room.items()}
+    gradients = {
+        "dk": draw(device, dtype, heads, rows, widths["dk"], seed=1).transpose(0, 1),
+        "dv": strided(draw(device, dtype, rows, heads, widths["dv"], seed=2)),
+    }
+    arrived = None
+    if wire is not None:
+        arrived = {name: draw(device, wire, rows, heads, width, seed=3) for name, width in widths.items()}
+    want = {name: x.double() + (0.0 if arrived is None else arrived[name].double()) for name, x in gradients.items()}
+    for name, total in sums.items():
+        want[name] += 0.0 if stores else total.double()
+        if stores:
+            total.fill_(torch.nan)
+    merge.add_kv(sums, gradients, arrived, stores=stores)
+    for name, total in sums.items():
+        assert_near(total, want[name])
+        assert torch.equal(room[name][:, heads:], beside[name]), name
 
 
 def check_surrogate(device: str, dtype: str, wide: str, rows: int, heads: int, head_dim: int) -> None:
@@ -393,11 +402,11 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (check_merge, ("float32", "float32", 70, 2, 127)),
     (check_merge, ("bfloat16", "float32", 6, 2, 40)),
     (check_merge, ("float32", "float32", 0, 2, 8)),
-    (check_add_kv, ("float64", "float64", "float64", True, 7, 3, 8)),
-    (check_add_kv, ("float32", "float32", None, False, 70, 2, 127)),
-    (check_add_kv, ("bfloat16", "float32", "bfloat16", True, 6, 2, 40)),
-    (check_add_kv, ("bfloat16", "float32", "float32", False, 33, 1, 128)),
-    (check_add_kv, ("float32", "float32", None, True, 0, 2, 8)),
+    (check_add_kv, ("float64", "float64", "float64", True, 7, 3, 8, 8)),
+    (check_add_kv, ("float32", "float32", None, False, 70, 2, 127, 40)),
+    (check_add_kv, ("bfloat16", "float32", "bfloat16", True, 6, 2, 24, 40)),
+    (check_add_kv, ("bfloat16", "float32", "float32", False, 33, 1, 128, 128)),
+    (check_add_kv, ("float32", "float32", None, True, 0, 2, 8, 8)),
     (check_surrogate, ("float64", "float64", 5, 3, 1)),
     (check_surrogate, ("float32", "float32", 70, 2, 96)),
     (check_surrogate, ("bfloat16", "float32", 6, 2, 40)),

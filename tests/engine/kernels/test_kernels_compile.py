@@ -19,11 +19,26 @@ from engine.kernels.tiles import CELLS, RowTiles  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments in fp32 (float64 for float64 tensors) and in int64; the other tensors have the activations' dtype.
-WIDE = {"rstd", "partial", "found", "lse", "cos", "sin", "scale", "block_lse", "stats", "sums", "arrived"}
+WIDE = {
+    "rstd",
+    "partial",
+    "found",
+    "lse",
+    "cos",
+    "sin",
+    "scale",
+    "block_lse",
+    "stats",
+    "k_sums",
+    "v_sums",
+    "k_arrived",
+    "v_arrived",
+}
 NUMBERS = re.compile(r"(_row|_part|_head|_batch|_token)$|^(rows|pairs|heads|tokens|count|first)$")
 
 CHUNK = {"vocab": 128256, "width": 8192, "blocks": 16, "ignore_index": -100}
 HEADS = {"head_dim": 128, "width": 128, "per_program": 32}
+ADD_KV = {"qk_dim": 128, "v_dim": 128, "width": 128, "per_program": 32}
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "statistics": (cross_entropy.statistics_kernel, CHUNK, 8),
     "gradient": (cross_entropy.gradient_kernel, {**CHUNK, "z_loss": 1e-4}, 8),
@@ -31,7 +46,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "swiglu backward": (elementwise.swiglu_backward_kernel, {"width": CELLS}, 8),
     "rotate": (elementwise.rotate_kernel, {"half": 64, "width": 64, "per_program": 64, "direction": 1}, 16),
     "merge": (merge.merge_kernel, HEADS, 8),
-    "add kv": (merge.add_kv_kernel, {**HEADS, "stores": False, "arrives": True}, 8),
+    "add kv": (merge.add_kv_kernel, {**ADD_KV, "stores": False, "arrives": True}, 8),
     "stats": (merge.stats_kernel, HEADS, 8),
     "surrogate": (merge.surrogate_kernel, HEADS, 8),
 }

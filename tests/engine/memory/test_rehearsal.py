@@ -38,7 +38,7 @@ def test_a_rehearsal_keeps_the_buffers_and_the_largest_tiles(preset: str) -> Non
     for plan in plans_of(preset):
         kinds = {op.op for step in plan.steps for op in (*step.pre, *step.after)}
         short = rehearsed(plan)
-        assert {op.op for step in short.steps for op in step.pre} == kinds
+        assert {op.op for step in short.steps for op in (*step.pre, *step.after)} == kinds
         assert short.buffers == plan.buffers
         assert len(short.steps) == 1
         assert not list(short.transfers())

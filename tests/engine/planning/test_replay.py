@@ -20,6 +20,7 @@ from engine.planning.program.ops import (
     HeadPart,
     Kind,
     LocalOp,
+    OpName,
     RankPlan,
     Step,
     Tile,
@@ -47,7 +48,7 @@ def test_visible_pairs_are_those_inside_the_band(rows: int, keys: int, low: int,
 
 def test_a_token_takes_what_its_fields_take() -> None:
     """bf16 tensors, fp32 sums and (out of three bytes, as nothing else is) gradients on the wire."""
-    q, kv, lse, shape = 4 * 8, 2 * 2 * 8, 4, TokenBytes(4, 2, 8, wire_gradient_bytes=3)
+    q, kv, lse, shape = 4 * 8, 2 * 2 * 8, 4, TokenBytes(4, 2, 8, 8, wire_gradient_bytes=3)
     assert {kind.value: shape.of(kind) for kind in Kind} == {
         **{"q": 2 * q, "kv": 2 * kv, "out": 2 * q, "dout": 2 * q, "dq_cast": 2 * q, "dkv_cast": 2 * kv},
         **{"partial": 4 * (q + lse), "out_lse": 2 * q + 4 * lse},
@@ -57,25 +58,59 @@ def test_a_token_takes_what_its_fields_take() -> None:
     assert [channel.value for channel in Channel] == ["x.in", "x.out", "g.in", "g.out", "h", "h2d", "d2h"]
 
 
+def test_heads_of_v_have_a_width_of_their_own() -> None:
+    """4 query heads and 2 kv heads, of 24 for q and k and of 16 for v: numbers per token of every kind."""
+    q, k, v, out, lse = 4 * 24, 2 * 24, 2 * 16, 4 * 16, 4
+    shape = TokenBytes(4, 2, 24, 16, element_bytes=1, gradient_bytes=1, wire_gradient_bytes=1)
+    assert {kind.value: shape.of(kind) for kind in Kind} == {
+        **{"q": q, "kv": k + v, "partial": out + lse, "out_lse": out + lse, "out": out, "dout": out},
+        **{"q_dout_stats": q + out + 2 * lse, "q_dout_out": q + out, "dq": q, "dq_wire": q, "dq_cast": q},
+        **{"dkv": k + v, "dkv_wire": k + v, "dkv_cast": k + v},
+    }
+
+
+def test_products_over_queries_and_keys_cost_another_width_than_those_over_values() -> None:
+    """Per pair 2 FLOPs per channel: QK^T and PV; backward QK^T, dQ, dK and dO V^T, dV."""
+    tile, buffers = Tile(View(0, 0, 8), View(0, 0, 8), View(0, 0, 8), Band(0, 8, 0, 8)), (Buffer(Kind.Q, 8),)
+    shape = TokenBytes(num_heads=1, num_kv_heads=1, qk_dim=24, v_dim=16)
+    assert tile_flops(tile, buffers, shape, "forward") == 64 * 2 * (24 + 16)
+    assert tile_flops(tile, buffers, shape, "backward") == 64 * 2 * (3 * 24 + 2 * 16)
+
+
 def test_a_tile_costs_its_own_heads_only() -> None:
-    shape = TokenBytes(num_heads=12, num_kv_heads=4, head_dim=64)
+    shape = TokenBytes(num_heads=12, num_kv_heads=4, qk_dim=64, v_dim=64)
     tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0))
     for count in (1, 2, 3, 5):
         parts = [HeadPart(index, count) for index in range(count)]
         buffers = [(Buffer(Kind.Q, 8, heads=part), Buffer(Kind.KV, 8), Buffer(Kind.PARTIAL, 8)) for part in parts]
-        assert sum(query_heads(buffer[0], shape) for buffer in buffers) == 12
+        assert sum(query_heads(tile, buffer, shape) for buffer in buffers) == 12
         assert sum(tile_flops(tile, buffer, shape, "forward") for buffer in buffers) == 4 * 64 * 12 * 36
         assert sum(tile_flops(tile, buffer, shape, "backward") for buffer in buffers) == 10 * 64 * 12 * 36
 
 
+def test_a_tile_of_some_heads_costs_these_alone() -> None:
+    """12 query heads of 64 and their sums in fp32, of which a third is computed and merged."""
+    shape, buffers = TokenBytes(12, 4, 64, 64), (Buffer(Kind.Q, 8), Buffer(Kind.KV, 8), Buffer(Kind.PARTIAL, 8))
+    tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0), heads=HeadPart(1, 3))
+    assert tile_flops(tile, buffers, shape, "forward") == 4 * 64 * 4 * 36
+    assert ViewBytes(buffers, shape).moved_by_tile(tile) == 2 * 8 * 4 * (64 + 1) * 4
+
+
 def test_parts_of_different_size_meet_on_the_smaller_one_and_a_cast_moves_both_widths() -> None:
-    shape = TokenBytes(num_heads=4, num_kv_heads=4, head_dim=8)
+    shape = TokenBytes(num_heads=4, num_kv_heads=4, qk_dim=8, v_dim=8)
     buffers = (Buffer(Kind.Q, 5, heads=HeadPart(0, 2)), Buffer(Kind.Q, 5, heads=HeadPart(1, 4)))
     both = [LocalOp("copy", View(dst, 0, 5), View(1 - dst, 0, 5)) for dst in range(2)]
     assert [ViewBytes(buffers, shape).moved_by_op(op) for op in both] == [2 * 5 * 8 * 2] * 2
     buffers = (Buffer(Kind.DQ, 10), Buffer(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
     moved = ViewBytes(buffers, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
     assert moved == 6 * (2 * 8 * 4 + 2 * 8 * 2)
+
+
+@pytest.mark.parametrize(("op", "passes"), [("copy", 1 + 1), ("add", 2 + 1), ("merge", 2 + 1)])
+def test_adding_or_merging_reads_its_target_too(op: OpName, passes: int) -> None:
+    shape, buffers = TokenBytes(num_heads=2, num_kv_heads=1, qk_dim=8, v_dim=8), (Buffer(Kind.PARTIAL, 5),) * 2
+    moved = ViewBytes(buffers, shape).moved_by_op(LocalOp(op, View(0, 0, 5), View(1, 0, 5)))
+    assert moved == passes * 5 * 2 * (8 + 1) * 4, f"{op} moves {moved} bytes"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +126,7 @@ def test_blocks_waste_half_of_one_along_every_edge(band: Band, edges: int) -> No
 
 # One head of one channel: a key-value token is 4 bytes, a gradient of k and v 8, an accumulator 8, a full 4 x 4 tile
 # 64 FLOPs forward and 160 backward.
-ONE = TokenBytes(num_heads=1, num_kv_heads=1, head_dim=1)
+ONE = TokenBytes(num_heads=1, num_kv_heads=1, qk_dim=1, v_dim=1)
 SLOW = Machine(
     name="slow",
     forward_flops_per_s=64.0,
@@ -295,7 +330,7 @@ def test_a_rank_alone_takes_as_long_as_beside_one_that_does_the_same() -> None:
 
 # ---- real plans ---------------------------------------------------------------------------------------------------
 
-GQA = TokenBytes(num_heads=8, num_kv_heads=2, head_dim=64)
+GQA = TokenBytes(num_heads=8, num_kv_heads=2, qk_dim=64, v_dim=64)
 
 
 @st.composite
