@@ -53,7 +53,7 @@ def test_turns_are_fair_and_warm_up_does_not_count() -> None:
 @pytest.fixture(scope="module")
 def document(ranks: Pools) -> dict[str, Any]:
     """The results of CELL, measured on two ranks."""
-    measured: dict[str, Any] = ranks(2).run(measure, CELL, torch.device("cpu"))[0][0]
+    measured: dict[str, Any] = ranks(2).run(measure, CELL, torch.device("cpu"))[0]
     return measured
 
 
