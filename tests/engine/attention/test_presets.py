@@ -74,22 +74,31 @@ def predicted(preset: str, model: ModelConfig, topology: Topology, machine: Mach
 SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})
 
 
-def test_what_circulates_follows_heads_and_links_and_the_reason_says_so() -> None:
-    def chosen(model: ModelConfig, machine: Machine) -> AttentionMethod:
-        config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 14))
-        return resolve_attention(config, Topology(2, 4), machine)
+def burst_method(model: ModelConfig, machine: Machine) -> AttentionMethod:
+    config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 14))
+    return resolve_attention(config, Topology(2, 4), machine)
 
-    mha, gqa = chosen(MHA, SLOW_RAILS), chosen(GQA, SLOW_RAILS)
-    assert mha.backward_circulates == "q"
-    assert gqa.backward_circulates == "kv"
-    assert mha.reason.startswith(
+
+def test_q_circulates_with_multi_head_attention() -> None:
+    method = burst_method(MHA, SLOW_RAILS)
+    assert method.backward_circulates == "q"
+    assert method.reason.startswith(
         "auto: q circulates, 2 local tiles deferred; multi-head attention, per token and hop: "
     )
+
+
+def test_kv_circulates_with_grouped_query_attention() -> None:
+    method = burst_method(GQA, SLOW_RAILS)
     sizes = f"kv {2 * 8 * 128 * (2 + 4)} B, q {32 * (2 * 128 * 2 + 2 * 4 + 128 * 4)} B"  # gradients in fp32
-    assert f"grouped-query attention with 4 query heads per kv head, per token and hop: {sizes} (kv " in gqa.reason
+    assert method.backward_circulates == "kv"
+    assert f"grouped-query attention with 4 query heads per kv head, per token and hop: {sizes} (kv " in method.reason
+
+
+def test_kv_circulates_over_links_that_cost_nothing() -> None:
     free = replace(SLOW_RAILS, inter_bytes_per_s=1e15, intra_bytes_per_s=1e15, inter_latency_s=0, intra_latency_s=0)
-    assert chosen(MHA, free).backward_circulates == "kv"
-    assert chosen(MHA, free).deferred_local_tiles == 0
+    method = burst_method(MHA, free)
+    assert method.backward_circulates == "kv"
+    assert method.deferred_local_tiles == 0
 
 
 @pytest.mark.parametrize("model", [MHA, GQA], ids=["MHA", "GQA"])

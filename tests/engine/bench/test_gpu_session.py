@@ -144,19 +144,32 @@ def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_n
         assert {row["label"] for row in rows} >= {measurement.label for measurement in planned.measurements}
 
 
-def test_rows_say_what_became_of_measurements_and_are_saved_after_each() -> None:
-    parts = [part("a", "1", "broken", "2"), part("b", "broken"), part("c", "1", tflops=100.5)]
-    documents, _, saved = run(parts, budget_s=1000)
-    assert [(document["status"], *statuses(document)) for document in documents] == [
+@pytest.fixture
+def session() -> Any:
+    """What `run` returns of three parts: one with a failure, one of failures alone, one above the peak."""
+    return run([part("a", "1", "broken", "2"), part("b", "broken"), part("c", "1", tflops=100.5)], budget_s=1000)
+
+
+def test_part_has_the_status_of_its_rows(session: Any) -> None:
+    assert [(document["status"], *statuses(document)) for document in session[0]] == [
         ("partial", "measured", "failed", "measured"),
         ("failed", "failed"),
         ("failed", "above peak"),
     ]
-    assert documents[0]["rows"][1]["error"] == "RuntimeError: no such kernel"
-    error = documents[2]["rows"][0]["error"]
+
+
+def test_failed_row_has_its_error(session: Any) -> None:
+    assert session[0][0]["rows"][1]["error"] == "RuntimeError: no such kernel"
+
+
+def test_row_above_the_peak_is_a_measurement_error(session: Any) -> None:
+    error = session[0][2]["rows"][0]["error"]
     assert "measurement error" in error
     assert "100" in error
-    sizes = [[len(document["rows"]) for document in one] for one in saved]
+
+
+def test_session_is_saved_after_each_measurement(session: Any) -> None:
+    sizes = [[len(document["rows"]) for document in documents] for documents in session[2]]
     assert sizes[:2] == [[1], [2]]
     assert sizes[-1] == [3, 1, 1]
 
