@@ -22,11 +22,14 @@ from typing import Any
 
 from burst_cli.compose import compose
 from engine.config.settings import RunConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.flops import count_parameters
 from engine.predict.machine import Machine, find_machine
 from engine.predict.memory import Predict, shared_predictor
 from engine.predict.step_time import HOST_BYTES_PER_S, UPDATE_BYTES, predict_step, replayed_attention
+from engine.resolve.attention import resolve_attention
+from engine.resolve.degrees import sequence_topology
 
 NODE_RANKS = 8
 NOTEWORTHY = 1.1  # published figures that differ by more must be predicted in their order
@@ -151,11 +154,16 @@ class Row:
             ]
         ).config
 
+    @property
+    def resolved_method(self) -> AttentionMethod:
+        """The attention of all its ranks, which share one sequence."""
+        return resolve_attention(self.config, sequence_topology(self.config, self.world), self.machine)
+
     def predicted_speed(self) -> float:
         """In the unit of the published one."""
         config = self.config
         if not self.is_kernel:
-            step = predict_step(config, self.world, self.machine)
+            step = predict_step(config, self.resolved_method, self.world, self.machine)
             seconds = step.seconds
             if self.offloaded:  # an update after backward, as offloading usually has it; ours hides behind forward
                 numbers = count_parameters(config.model).total / self.world.nodes
@@ -163,11 +171,11 @@ class Row:
             return step.tokens / seconds / self.world.size
         pairs = self.seq_len * (self.seq_len + 1) / 2
         flops = 3.5 * 4 * config.model.num_heads * config.model.head_dim * pairs / self.gpus
-        return flops / replayed_attention(config, self.world, self.machine).time.seconds / 1e12
+        return flops / replayed_attention(config, self.resolved_method, self.world, self.machine).time.seconds / 1e12
 
     def predicted_gb(self, predict: Predict) -> float:
         """Peak of tensors on the device, of the phases that the source counted: forward and backward."""
-        phases = predict(self.config, self.world).phase_peaks
+        phases = predict(self.config, self.resolved_method, self.world).phase_peaks
         return max(phases["forward"], phases["backward"]) / 1e9 + self.whole_logits_gb
 
 

@@ -48,7 +48,7 @@ from engine.config.errors import ConfigError
 from engine.config.schema import Problem, Written, read_dataclass, to_plain
 from engine.config.settings import RunConfig
 from engine.config.yaml_text import ConfigDumper
-from engine.resolve.rules import config_problems
+from engine.resolve import legality
 
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
 _LONGEST_NAME = 100
@@ -101,7 +101,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
     config, notes = _fit_to_steps(config, sources)
     # A rule about a setting that could not be read would speak of its default, which nobody asked for.
     doubtful = {key for problem in problems for key in problem.keys}
-    broken = [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
+    broken = [problem for problem in legality.problems(config) if doubtful.isdisjoint(problem.keys)]
     problems += [_with_file(problem, sources, written) for problem in broken]
     if problems:
         raise ConfigError([problem.text for problem in problems])

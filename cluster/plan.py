@@ -24,14 +24,14 @@ from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.config.settings import RunConfig, config_from_dict, dump_config
 from engine.runs.files import json_text, replace_file
-from engine.runs.folder import RunFolder, initial_state
+from engine.runs.folder import RESOLVED_FILE, RunFolder, initial_state
 
 TRAINER_MODULE = "engine.train"
 PLAN_FILE = "launch.json"
 PLAN_FORMAT = 1
 # What a node far away needs of the run folder; with env/<node>.env, and run.json in a state of its own.
 CONFIG_FILE = "config.yaml"
-NODE_FILES = (CONFIG_FILE, "memory_plan.json")
+NODE_FILES = (CONFIG_FILE, RESOLVED_FILE, "memory_plan.json")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class LaunchPlan:
     """
 
     run_path: str
-    config: RunConfig  # as the ranks will read it: backend, nodes, ranks and threads resolved
+    config: RunConfig  # as it was asked for, with backend, nodes, ranks and threads; another attempt begins with it
     world_size: int
     backend: Backend
     nodes: tuple[NodePlan, ...]

@@ -215,6 +215,8 @@ VIOLATIONS = {
     "cluster/ssh/hosts.py": "import cluster.plan",
     "engine/planning/visibility/mask.py": "import torch",
     "engine/optim/adamw.py": "import typer",
+    "engine/config/settings.py": "from engine.runs import files",
+    "engine/predict/plan_costs.py": "from engine.resolve import legality",
     "engine/runs/record.py": "import cluster.plan",
     "engine/runs/folder.py": "import burst_cli.render",
     "cluster/plan.py": "from engine.training.trainer import Trainer",

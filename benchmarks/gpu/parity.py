@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.plan import Measurement, Part, Row
+from engine.attention.library import resolve_here
 from engine.bench.ranks import RankProgram, run_ranks
 from engine.bench.spec import RankSetup
 from engine.config.cluster import ClusterConfig
@@ -43,7 +44,7 @@ from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.distributed.mesh import build_mesh, read_placement, start_process_group
 from engine.parallel.parallelize import build_model
 from engine.planning.methods.presets import PRESETS
-from engine.resolve.rules import check_config
+from engine.resolve.legality import check_run
 from engine.training.train_step import TrainStep, count_batches, rank_batch
 
 CASE_FILE, ROWS_FILE = "case.json", "rows.jsonl"
@@ -96,7 +97,7 @@ class ParityCase:
                 topology_nodes=2 if ranks == 4 and preset not in ("megatron_tp", "megatron_allgather") else 1,
             ),
         )
-        check_config(config)
+        check_run(config)
         return config
 
 
@@ -190,7 +191,7 @@ def train(case: ParityCase, preset: PresetName, dtype: Dtype, ranks: int) -> dic
     """{"losses": [steps], parameter: gradient of the first batch}, whole on every rank, as float64. Collective."""
     config = case.run_config(preset, dtype, ranks)
     mesh = build_mesh(config.parallel, config.cluster)
-    model, attention = build_model(config, mesh)
+    model, attention = build_model(resolve_here(config, mesh), mesh)
     batch = _batch(case)
     local = rank_batch(batch, model, attention, mesh)
     labels, _ = count_batches([local], mesh)

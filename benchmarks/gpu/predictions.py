@@ -10,6 +10,7 @@ from benchmarks.gpu.runner import Budget
 from benchmarks.gpu.steps import ALONE, Policy, choose_policy, config_of, read_config, resolved
 from benchmarks.gpu.worker import MeasurementError, error_text
 from engine.predict.memory import MemoryPrediction, Predictor
+from engine.resolve.legality import method_on
 
 LEAST_S = 5.0
 
@@ -62,7 +63,8 @@ class Predictions:
 
     def _predict(self, measurement: Measurement) -> MemoryPrediction:
         policy = self._policies[measurement.settings["config"]].result()  # chosen before, by the same thread
-        return self._predictor.predict(config_of(resolved(measurement, policy)), ALONE)
+        config = config_of(resolved(measurement, policy))
+        return self._predictor.predict(config, method_on(config, ALONE), ALONE)
 
     def _amend(self, row: Row) -> Row:
         future = self._futures.get(row["label"])

@@ -21,6 +21,7 @@ from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.layers import attention_layers
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
+from engine.predict.machine import machine_of
 from engine.resolve.attention import resolve_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -83,7 +84,7 @@ class RingCase:
             memory=MemoryConfig(activation_checkpoint="none"),
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=shape.dtype),
         )
-        method = resolve_attention(config, topology)
+        method = resolve_attention(config, topology, machine_of(config))
         group = AttentionGroup(rank, topology, SilentTransport(), kernel)
         context = build_context(group, attention_layers(config, method), self.seq_len)
         index = torch.from_numpy(context.layout.positions(rank)).to(device)

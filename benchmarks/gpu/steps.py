@@ -19,6 +19,8 @@ import yaml
 
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.tensors import local_tensors
+from burst_cli.plan.decisions import memory_words
+from engine.attention.library import resolve_here
 from engine.bench.measure import synchronize
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
@@ -31,10 +33,11 @@ from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import build_empty_model
 from engine.planning.topology import Topology
 from engine.predict.flops import attention_pairs, count_parameters, step_flops
+from engine.predict.machine import machine_of
 from engine.predict.memory import Hardware, Predict, capacity_of
 from engine.predict.policy_cost import policy_cost
-from engine.resolve.memory import resolve_memory
-from engine.resolve.rules import check_config
+from engine.resolve.legality import check_run
+from engine.resolve.run import resolve_run
 from engine.runs.record import policy_name
 from engine.training.metrics import peak_pinned_bytes
 from engine.training.train_step import TrainStep
@@ -164,7 +167,7 @@ def run_config(model: ModelConfig, seq_len: int, device: str) -> RunConfig:
         cluster=ClusterConfig(backend="gloo" if device == "cpu" else "nccl"),
     )
     config = replace(config, memory=replace(config.memory, activation_checkpoint="auto"))
-    check_config(config)
+    check_run(config)
     return config
 
 
@@ -184,18 +187,20 @@ def choose_policy(whole: RunConfig, device_name: str, predict: Predict, hardware
     configs = [whole, within]
     if importlib.util.find_spec("torchao") is not None:
         configs.append(replace(within, memory=replace(within.memory, moments_dtype="int8")))
-    choice = None
+    resolved = None
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = resolve_memory(config, ALONE, capacity, predict)
+            machine = machine_of(config, capacity.device_name)
+            resolved = resolve_run(config, ALONE, machine, capacity, predict)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))
-        if choice.fits:
+        if resolved.memory_fits:
             break
-    assert choice is not None
-    return Policy(choice.config, choice.fits, choice.reason)
+    assert resolved is not None
+    reason = memory_words(resolved.decision("memory.activation_checkpoint"), resolved.capacity)
+    return Policy(resolved.config, fits=bool(resolved.memory_fits), reason=reason)
 
 
 def read_config(text: str) -> RunConfig:
@@ -273,7 +278,7 @@ class _Run:
         set_threads(config, device, placement)
         self._device = device
         mesh = build_mesh(config.parallel, config.cluster)
-        model, self.attention = build_empty_model(config, mesh)
+        model, self.attention = build_empty_model(resolve_here(config, mesh), mesh)
         fill_weights(model)
         self._train_step = TrainStep(config, mesh, model, self.attention)
         self._batch = _batch(config)

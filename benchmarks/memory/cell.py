@@ -10,7 +10,7 @@ from engine.config.schema import read_dataclass
 from engine.config.settings import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.planning.checkpoint_policy import layer_policies
 from engine.predict.flops import attention_pairs, count_parameters, forward_flops
-from engine.resolve.rules import check_config
+from engine.resolve.legality import check_run
 
 LSE_BYTES = 4  # attention's log-sum-exp is fp32 whatever the compute dtype
 
@@ -43,7 +43,7 @@ class MemoryCell:
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=self.dtype),
             cluster=self.setup.cluster,
         )
-        check_config(config)
+        check_run(config)
         return config
 
     def attention_share(self) -> float:

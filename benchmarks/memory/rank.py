@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.counting import AttentionLog, count_attention
 from benchmarks.tensors import local_tensors
+from engine.attention.library import resolve_here
 from engine.bench.measure import environment, run_rank, slowest_rank, summarise, turns
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.device.live_tensors import LiveTensorTracker
@@ -114,7 +115,7 @@ def measure(cell: MemoryCell, device: torch.device) -> dict[str, Any]:
 def build_run(policy: str, cell: MemoryCell, mesh: Mesh) -> PolicyRun:
     """A policy's model with the weights of all others, by the way that training takes. Collective."""
     config = cell.run_config(policy)
-    model, attention = build_model(config, mesh)
+    model, attention = build_model(resolve_here(config, mesh), mesh)
     log = AttentionLog()
     log.watch(model)
     return PolicyRun(policy, TrainStep(config, mesh, model, count_attention(attention, log)), log)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers.methods import PEERS, PeerMethod, build_peer
-from engine.attention.library import ContextParallel, open_channels
+from engine.attention.library import ContextParallel, open_channels, resolve_here
 from engine.attention.transport import Transport
 from engine.bench.attention import global_inputs, timed_pass
 from engine.bench.measure import environment, run_rank, summarise, turns
@@ -76,7 +76,7 @@ def build_ours(variant: str, cell: AttentionCell, mesh: Mesh, channels: Transpor
         raise ConfigError(
             f"{cell.seq_len} tokens are not a multiple of twice {cell.setup.ranks} ranks: peers do not pad"
         )
-    attention = ContextParallel.of_run(cell.run_config(variant), mesh, channels)
+    attention = ContextParallel.of_run(resolve_here(cell.run_config(variant), mesh), mesh, channels)
     return PeerMethod(variant, torch.from_numpy(attention.layout.positions(attention.rank)), attention)
 
 

@@ -14,7 +14,7 @@ from benchmarks.memory.cell import read_memory
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.resolve.rules import check_config
+from engine.resolve.legality import check_run
 
 OURS = "burst"
 REFERENCE = "transformers"
@@ -51,7 +51,7 @@ class Case:
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=self.dtype),
             cluster=ClusterConfig(backend="gloo" if self.device == "cpu" else "nccl"),
         )
-        check_config(config)
+        check_run(config)
         return config
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -89,6 +89,7 @@ def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
 
 def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     """(step, model, optimizer) of this engine on a group of one rank."""
+    from engine.attention.library import resolve_here
     from engine.data.sampler import Batch
     from engine.distributed.mesh import build_mesh, choose_device, read_placement, start_process_group
     from engine.parallel.parallelize import build_model
@@ -98,7 +99,7 @@ def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     placement = read_placement({})
     start_process_group(choose_device(config.cluster, placement), placement)
     mesh = build_mesh(config.parallel, config.cluster)
-    model, attention = build_model(config, mesh)
+    model, attention = build_model(resolve_here(config, mesh), mesh)
     train_step = TrainStep(config, mesh, model, attention)
     tokens = case.tokens()
     labels = np.concatenate([tokens[:, 1:], [[-100]]], axis=1)

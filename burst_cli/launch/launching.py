@@ -51,8 +51,8 @@ def renewed_plan(plan: LaunchPlan, run: RunFolder, request: LaunchRequest | None
     and get the code of this installation.
 
     request: --hosts or --hostfile in place of the nodes it had, --force, --skip-checks; without, cluster.spare_nodes
-    take the place of those that are not fit. Where ranks need no such thing, the plan is as it was. Raises
-    ConfigError, UnfitNodesError and CodeError.
+    take the place of those that are not fit. Where ranks need no such thing, the plan is as it was, and so is what
+    was resolved. Raises ConfigError, UnfitNodesError and CodeError.
     """
     request = request or LaunchRequest()
     if not runner_of(plan).takes_nodes:

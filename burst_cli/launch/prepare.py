@@ -16,25 +16,29 @@ from burst_cli import render
 from burst_cli.compose import compose
 from burst_cli.launch.sources import check_room, check_source, quote_source, with_source_path
 from burst_cli.options import LaunchRequest, select_nodes
+from burst_cli.plan.decisions import preset_words
 from burst_cli.plan.memory_check import (
     MEMORY_PLAN_FILE,
     MemoryCheck,
     MemoryPlanner,
     check_memory,
     estimate,
-    with_memory,
 )
+from burst_cli.plan.table import candidates_table
 from burst_cli.runs.starts import earlier_start_s
 from cluster.control.runner import Asked, Survey, runner_for, runner_of
-from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
+from cluster.plan import CONFIG_FILE, PLAN_FILE, LaunchPlan, with_exclusive, with_files
 from cluster.ssh.hosts import fold_nodes
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig
+from engine.config.settings import RunConfig, dump_config
 from engine.predict.machine import find_machine, machine_fields
-from engine.resolve.rules import check_config
+from engine.resolve.legality import check_run
+from engine.resolve.run import resolved_text
 from engine.runs.checkpoints import CheckpointError, check_steps_left, find_source, list_checkpoints
 from engine.runs.figures import count_of, duration, seconds
-from engine.runs.folder import check_writable, new_run_path
+from engine.runs.files import json_text
+from engine.runs.folder import RESOLVED_FILE, check_writable, new_run_path
+from engine.runs.record import config_fingerprint
 
 MOST_STEP_S = 300.0  # of a step on CPUs: longer ones are a configuration for GPUs that was started by mistake
 
@@ -82,15 +86,17 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     typed, busy = request.overrides, render.stderr().status
     asked = Asked(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
     survey = runner.survey(composed.config, asked)
+    plan = survey.plan(survey.config, run_path)
+    check_run(plan.config)  # once more: the number of ranks is known only now
     planner = MemoryPlanner(survey.hardware)
-    memory = _settled_memory(survey.plan(survey.config, run_path).config, planner, force=request.force)
-    plan = with_memory(survey.plan(_with_policy(survey.config, memory), run_path), memory)
+    memory = check_memory(planner.resolve(plan.config), planner, force=request.force)
+    plan = with_run(plan, memory)
     if request.force:
         plan = with_exclusive(plan, exclusive=False)
     # Of a scheduler's nodes nothing is known yet that would tell how fast they are.
     is_patient = request.force or request.dry_run
     start_s = earlier_start_s(request.runs_dir, composed.config.exp, memory.config.cluster.world_size, given)
-    notes = () if runner.is_queued else _expected_time(memory.config, planner, start_s, is_patient=is_patient)
+    notes = () if runner.is_queued else _expected_time(memory, start_s, is_patient=is_patient)
     return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + room + notes)
 
 
@@ -106,38 +112,36 @@ def _check_continuation(config: RunConfig) -> None:
     check_steps_left(list_checkpoints(root)[0].step if step is None else step, source, config.train.steps)
 
 
-def _settled_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool) -> MemoryCheck:
-    """The check of memory, with memory=auto resolved, of a configuration that knows its ranks.
+def with_run(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
+    """`plan` with what its ranks read: what was asked for, what that was resolved to, what was predicted."""
+    asked, run = _with_own_rates(plan.config), memory.run
+    run = replace(run, config=_with_own_rates(run.config), requested=config_fingerprint(asked))
+    return with_files(
+        replace(plan, config=asked),
+        (CONFIG_FILE, dump_config(asked)),
+        (RESOLVED_FILE, resolved_text(run)),
+        (MEMORY_PLAN_FILE, json_text(memory.to_dict())),
+    )
 
-    Raises ConfigError, also for rules that only now apply.
-    """
-    check_config(config)  # once more: the number of ranks is known only now
-    return check_memory(planner.resolve_attention_choice(config), planner, force=force)
 
-
-def _with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
-    """`config` with the policy of memory that was chosen. attention=auto stays: the ranks settle it themselves.
-
-    But not by a measured profile, which lies here: they get the method, and its figures.
-    """
-    resolved, given = replace(config, memory=memory.config.memory), config.cluster.machine
+def _with_own_rates(config: RunConfig) -> RunConfig:
+    """`config` with the figures of a measured profile in the place of its file, which is on this machine alone."""
+    given = config.cluster.machine
     if not given.name.endswith(".json"):
-        return resolved
+        return config
     machine = find_machine(given.name)
     rates = tuple(f"{name}={float(getattr(machine, name))!r}" for name in (*machine_fields(), "shared_nic"))
     measured = replace(given, name="cpu" if machine.is_cpu else "auto", rates=(*rates, *given.rates))
-    cluster = replace(config.cluster, machine=measured)
-    return replace(resolved, attention=memory.config.attention, cluster=cluster)
+    return replace(config, cluster=replace(config.cluster, machine=measured))
 
 
-def _expected_time(
-    config: RunConfig, planner: MemoryPlanner, start_s: float | None, *, is_patient: bool
-) -> tuple[str, ...]:
-    """What to say of the time that resolved `config` takes, or nothing where it cannot be told.
+def _expected_time(memory: MemoryCheck, start_s: float | None, *, is_patient: bool) -> tuple[str, ...]:
+    """What to say of the time that a run takes, or nothing where it cannot be predicted.
 
     Raises ConfigError where a step on CPUs takes longer than MOST_STEP_S, unless `is_patient`.
     """
-    found = None if config.train.evaluate_only else estimate(config, planner, start_s)
+    config = memory.config
+    found = None if config.train.evaluate_only else estimate(memory.run, memory.step, start_s)
     if found is None:
         return ()
     step = f"{_time(found.step_s)} per step"
@@ -179,10 +183,8 @@ def show_plan(
     if memory is not None:
         render.say(console, Text.assemble(("memory      ", "bold"), f"{memory.needs}, by the prediction"))
     console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
-    if memory is not None and memory.choice.candidates:
-        from burst_cli.plan.table import candidates_table
-
-        console.print(candidates_table(memory.choice))
+    if memory is not None and memory.decision.candidates:
+        console.print(candidates_table(memory))
     shown, left_out = _shown_files(plan)
     for name, text in shown:
         render.say(console, Text(f"\n{name}", style="bold"), "\n".join(f"  {line}" for line in text.splitlines()))
@@ -209,7 +211,7 @@ def _ranks(plan: LaunchPlan) -> str:
 
 def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
     """(files in the order to show them, how many environments are left out). What stands above is no part of them."""
-    files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, PLAN_FILE)]
+    files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, RESOLVED_FILE, PLAN_FILE)]
     files.sort(key=lambda file: next((place for place, name in enumerate(_ORDER) if file[0].startswith(name)), 99))
     if runner_of(plan).takes_nodes:  # where no file is a script that shows it
         first = plan.nodes[0]
@@ -220,10 +222,12 @@ def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
 
 
 def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Text:
-    """What a person should know before: `notes`, the policy that was chosen, warnings; one line each, may be empty."""
+    """What a person should know before: `notes`, what was chosen for auto, warnings; one line each, may be empty."""
     said = Text("".join(f"{note}\n" for note in notes))
-    if memory is not None and memory.choice.candidates:
-        said.append(f"memory.activation_checkpoint={memory.choice.reason}\n")
+    if memory is not None and memory.run.decision("attention.preset").candidates:
+        said.append(f"attention={preset_words(memory.run.decision('attention.preset'))}\n")
+    if memory is not None and memory.decision.candidates:
+        said.append(f"memory.activation_checkpoint={memory.reason}\n")
     told = () if memory is None else (*memory.warnings, *memory.problems)
     for text in (*warnings, *told):
         said.append(f"warning: {text}\n", style="yellow")

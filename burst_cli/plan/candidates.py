@@ -8,20 +8,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
+from burst_cli.plan.decisions import circulation_words
+from burst_cli.plan.memory_check import MemoryCheck, with_remedies, without_search
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, PresetName, RunConfig
 from engine.planning.methods.presets import PRESETS
-from engine.planning.topology import Topology, sequence_topology
+from engine.planning.topology import Topology
 from engine.predict.attention import AttentionPreview, preview_attention
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine, device_bytes, find_machine, machine_of, split_device
 from engine.predict.memory import capacity_of, configured_device, find_hardware, shared_predictor
 from engine.predict.step_time import predict_step
-from engine.resolve.auto import Candidate as RankedMethod
-from engine.resolve.auto import resolve_auto
-from engine.resolve.memory import resolve_memory
+from engine.resolve.attention import MethodCandidate, resolve_attention
+from engine.resolve.degrees import world_topology
 from engine.resolve.recommend import Adviser, Recommendation
+from engine.resolve.run import ResolvedRun, resolve_run
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,16 @@ class Preset:
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration that can run, resolved; `world`: all its ranks.
+    """A run that was resolved, and how long a step of it takes.
 
-    ranking   what attention=auto chose from, best first
     presets   all of them under the same memory policy, where that was asked for
     as_measured   nobody says how many ranks a node has: as many as the machine was measured with
     advice    what would cost less; None: nothing does, or nobody looked
     """
 
-    config: RunConfig
-    world: Topology
-    machine: Machine
+    run: ResolvedRun
     step: StepTime
     memory: MemoryCheck | None = None
-    ranking: tuple[RankedMethod, ...] = ()
     presets: tuple[Preset, ...] = ()
     as_measured: bool = False
     advice: Recommendation | None = None
@@ -61,14 +58,40 @@ class Plan:
         return self.memory is None or self.memory.fits
 
     @property
+    def config(self) -> RunConfig:
+        """What runs."""
+        return self.run.config
+
+    @property
+    def world(self) -> Topology:
+        """All ranks."""
+        return self.run.world
+
+    @property
     def group(self) -> Topology:
         """The ranks that share a sequence."""
-        return sequence_topology(self.config, self.world)
+        return self.run.group
+
+    @property
+    def machine(self) -> Machine:
+        """What it is predicted on."""
+        return self.run.machine
+
+    @property
+    def ranking(self) -> tuple[MethodCandidate, ...]:
+        """What attention=auto chose from, best first."""
+        return self.run.decision("attention.preset").candidates
 
     @cached_property
     def preview(self) -> AttentionPreview:
         """Attention's plans; made when somebody looks, which takes longer than the time of a step."""
-        return preview_attention(self.config, self.group, self.machine)
+        return preview_attention(self.config, self.run.method, self.group, self.machine)
+
+    @property
+    def circulation(self) -> str:
+        """What circulates in backward and why, in words."""
+        decision = self.run.decision("attention.backward_circulates")
+        return circulation_words(decision, self.config, self.run.method)
 
     def run_to_dict(self, price: float | None) -> dict[str, Any]:
         """All steps of the run; `price`: of a device hour."""
@@ -91,7 +114,7 @@ class Plan:
             "cp_size": self.group.size,
             "topology": {"nodes": self.group.nodes, "local_ranks": self.group.local_ranks},
             "planned_ranks": list(preview.planned_ranks),
-            "attention": preview.to_dict(),
+            "attention": {**preview.to_dict(), "reason": self.circulation},
             "candidates": [method.to_dict() for method in self.ranking],
             "presets": [asdict(one) for one in self.presets],
             "memory": self.memory.to_dict() if self.memory else None,
@@ -157,24 +180,22 @@ def plan_one(
     on_cpu = asked.cluster.backend == "gloo" and not asked.cluster.ranks_share_device
     if on_cpu != capacity.host_is_device:  # the backend is that of the ranks of such a device
         asked = replace(asked, cluster=replace(asked.cluster, backend="gloo" if capacity.host_is_device else "auto"))
-    if not has_memory and asked.memory.activation_checkpoint == "auto":
-        asked = replace(asked, memory=replace(asked.memory, activation_checkpoint="none"))
+    if not has_memory:
+        asked = without_search(asked)
     machine = (named or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)
     if has_memory:
         shared_predictor().start()  # it loads torch meanwhile
     predict = shared_predictor().predict
-    attention = resolve_auto(asked, sequence_topology(asked, world), machine)
     if has_memory:
         announce()
-    choice = resolve_memory(attention.config, world, capacity, predict, machine)
+    run = resolve_run(asked, world, machine, capacity, predict)
     memory, advice = None, None
     if has_memory:
-        memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
-        memory = with_remedies(memory, world, predict, machine)
+        memory = with_remedies(MemoryCheck(run, run.prediction or predict(run.config, run.method, world)), predict)
         if memory.fits:
-            advice = Adviser(capacity, machine, predict).recommend(asked, choice.config, world)
-    step = predict_step(choice.config, world, machine)
-    plan = Plan(choice.config, world, machine, step, memory, attention.candidates, (), bool(as_measured), advice)
+            advice = Adviser(capacity, machine, predict).recommend(asked, run.config, world)
+    step = predict_step(run.config, run.method, world, machine)
+    plan = Plan(run, step, memory, (), bool(as_measured), advice)
     if not has_presets or not plan.ranking:
         return plan
     return replace(plan, presets=tuple(_preset(name, plan, asked.attention) for name in PRESETS))
@@ -184,10 +205,11 @@ def _preset(name: PresetName, plan: Plan, attention: AttentionConfig) -> Preset:
     """The method of that name in the place of the one that auto chose; attention: as it was asked for."""
     config = replace(plan.config, attention=replace(attention, preset=name))
     try:
-        found = Preset(name, predict_step(config, plan.world, plan.machine).seconds)
+        method = resolve_attention(config, plan.group, plan.machine)
+        found = Preset(name, predict_step(config, method, plan.world, plan.machine).seconds)
         if plan.memory is None or plan.memory.capacity is None:
             return found
-        prediction = shared_predictor().predict(config, plan.world)
+        prediction = shared_predictor().predict(config, method, plan.world)
         fits = plan.memory.capacity.fit(*prediction.needs).fits
         return replace(found, needed_bytes=prediction.needed_bytes, fits=fits)
     except ConfigError as error:

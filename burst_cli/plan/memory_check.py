@@ -7,25 +7,28 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from cluster.plan import LaunchPlan
+from burst_cli.plan.decisions import memory_words
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.topology import Topology, known_cp_size, sequence_topology
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine, find_device, machine_of
 from engine.predict.memory import (
     Capacity,
     Fit,
     Hardware,
-    MemoryChoice,
     MemoryPrediction,
     Predict,
-    PredictStep,
     capacity_of,
     shared_predictor,
 )
+from engine.predict.step_time import predict_step
+from engine.resolve.decisions import Decision
+from engine.resolve.degrees import world_topology
+from engine.resolve.recommend import Adviser
+from engine.resolve.run import ResolvedRun, resolve_run
 from engine.runs.figures import binary_bytes, count_of
-from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text
 from engine.runs.record import policy_name
 
@@ -38,66 +41,94 @@ class MemoryPlanner:
     """The engine's knowledge of memory; the configurations that it gets know their number of ranks.
 
     hardware   of the machines that ranks run on; None: this one
-    predictor, timer   instead of the process that predicts memory and time
+    predictor  instead of the process that predicts memory
     """
 
     hardware: Hardware | None = None
     predictor: Predict | None = None
-    timer: PredictStep | None = None
 
-    def resolve_attention_choice(self, config: RunConfig) -> RunConfig:
-        """The method in place of attention=auto, as the ranks will settle it: by the name of their device."""
-        if config.attention.preset != "auto":
-            return config
-        from engine.resolve.auto import resolve_auto
+    def resolve(self, config: RunConfig, *, search: bool = True) -> ResolvedRun:
+        """Everything that `config` leaves open, decided for its ranks, once.
 
-        machine = machine_of(config, self.capacity(config).device_name)
-        return resolve_auto(config, sequence_topology(config, world_topology(config)), machine).config
+        search: else memory=auto counts as a policy that costs nothing. Raises ConfigError, and RunError where a policy
+        is searched for and memory cannot be predicted.
+        """
+        if not search:
+            config = without_search(config)
+        try:
+            capacity = self.capacity(config)
+        except ConfigError:
+            if config.memory.activation_checkpoint == "auto":
+                raise
+            capacity = None
+        machine = self._machine(config, None if capacity is None else capacity.device_name)
+        return resolve_run(config, world_topology(config), machine, capacity, self.predict)
+
+    def _machine(self, config: RunConfig, device: str | None) -> Machine:
+        """As one of its ranks sees it."""
+        cluster = config.cluster
+        cores = len(os.sched_getaffinity(0)) if self.hardware is None else None
+        return machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank, cores)
 
     def capacity(self, config: RunConfig) -> Capacity:
         """The GPUs or the RAM of a machine, within memory.device_bytes and memory.host_bytes. Raises ConfigError."""
         # All its ranks share a machine, also those that cluster.topology_nodes treats as lying on others.
         return capacity_of(config, config.cluster.ranks_per_node or 1, hardware=self.hardware)
 
-    def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+    def predict(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         """Raises RunError when it cannot be made."""
-        return (self.predictor or shared_predictor().predict)(config, world)
+        return (self.predictor or shared_predictor().predict)(config, method, world)
 
-    def predict_time(self, config: RunConfig) -> StepTime | None:
+    def predict_time(self, run: ResolvedRun) -> StepTime | None:
         """A step on the configured or detected machine; None where it is not known, or the step cannot be planned."""
+        is_named = run.config.cluster.machine.name != "auto"
+        if run.capacity is None or not (is_named or find_device(run.capacity.device_name)):
+            return None
         try:
-            if config.memory.activation_checkpoint == "auto":  # taken for one that costs nothing
-                config = replace(config, memory=replace(config.memory, activation_checkpoint="none"))
-            device, cluster = self.capacity(config).device_name, config.cluster
-            if cluster.machine.name == "auto" and find_device(device) is None:
-                return None
-            cores = len(os.sched_getaffinity(0)) if self.hardware is None else None
-            machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank, cores)
-            world = world_topology(config)
-            try:
-                return (self.timer or shared_predictor().predict_step)(config, world, machine)
-            except RunError:  # that process loads torch, which time needs none of
-                from engine.predict.step_time import predict_step
-
-                return predict_step(config, world, machine)
+            return predict_step(run.config, run.method, run.world, run.machine)
         except ConfigError:
             return None
 
 
+def without_search(config: RunConfig) -> RunConfig:
+    """With a memory policy that costs nothing in the place of one that would have to be searched for."""
+    if config.memory.activation_checkpoint != "auto":
+        return config
+    return replace(config, memory=replace(config.memory, activation_checkpoint="none"))
+
+
 @dataclass(frozen=True)
 class MemoryCheck:
-    """What one rank needs at its worst moment, beside what there is; None: not known.
+    """What one rank of a resolved run needs at its worst moment, beside what there is; None: not known.
 
-    choice: under memory=auto what was chosen, and from what. advice: what would make it fit. step: how long one takes.
+    advice: what would make it fit. step: how long one takes.
     """
 
-    config: RunConfig
-    capacity: Capacity | None
+    run: ResolvedRun
     prediction: MemoryPrediction | None
-    choice: MemoryChoice
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     step: StepTime | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """What runs."""
+        return self.run.config
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """What there is."""
+        return self.run.capacity
+
+    @property
+    def decision(self) -> Decision:
+        """How it has its policy, and what that was chosen from."""
+        return self.run.decision("memory.activation_checkpoint")
+
+    @property
+    def reason(self) -> str:
+        """That in words."""
+        return memory_words(self.decision, self.capacity)
 
     @property
     def fit(self) -> Fit | None:
@@ -165,8 +196,8 @@ class MemoryCheck:
             "fits": self.fit and self.fit.fits,
             "headroom_bytes": self.fit and self.fit.headroom_bytes,
             "policy": self.policy,
-            "reason": self.choice.reason,
-            "candidates": [candidate.to_dict() for candidate in self.choice.candidates],
+            "reason": self.reason,
+            "candidates": [candidate.to_dict() for candidate in self.decision.candidates],
             "problems": self.problems,
             "advice": list(self.advice),
             "warnings": list(self.warnings),
@@ -174,69 +205,34 @@ class MemoryCheck:
         }
 
 
-def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = False) -> MemoryCheck:
-    """Settles memory=auto and compares what a rank needs with what there is.
+def check_memory(run: ResolvedRun, planner: MemoryPlanner, *, force: bool = False) -> MemoryCheck:
+    """Compares what a rank of `run` needs with what there is.
 
-    Raises ConfigError when the run does not fit, unless `force`; then the check holds the problems. RunError when the
-    policy is open and nothing can be predicted.
+    Raises ConfigError when it does not fit, unless `force`; then the check holds the problems.
     """
-    is_open, world = config.memory.activation_checkpoint == "auto", world_topology(config)
-    capacity, choice, prediction, unknown = None, MemoryChoice(config, (), "as configured"), None, list[str]()
+    prediction, unknown = run.prediction, list[str]()
+    if run.capacity is None:
+        try:
+            planner.capacity(run.config)
+        except ConfigError as error:
+            unknown.append(str(error))
     try:
-        capacity = planner.capacity(config)
-        if is_open:
-            from engine.resolve.memory import resolve_memory
-
-            choice = resolve_memory(config, world, capacity, planner.predict)
-    except ConfigError as error:
-        if is_open:
-            raise
-        unknown.append(str(error))
-    try:
-        prediction = choice.prediction or planner.predict(choice.config, world)
+        prediction = prediction or planner.predict(run.config, run.method, run.world)
     except RunError as error:
         unknown.append(str(error))
     warnings = tuple(f"not checked whether this run fits: {error}" for error in unknown)
-    check = MemoryCheck(choice.config, capacity, prediction, choice, (), warnings)
-    check = with_remedies(check, world, planner.predict)
+    check = with_remedies(MemoryCheck(run, prediction, (), warnings), planner.predict)
     if check.problems and not force:
         raise ConfigError([f"{problem} To start it all the same, add --force." for problem in check.problems])
-    return replace(check, step=planner.predict_time(check.config))
+    return replace(check, step=planner.predict_time(run))
 
 
-def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine: Machine | None = None) -> MemoryCheck:
-    """`check` with what would make it fit where it does not; machine: None: as configured, or of that device."""
+def with_remedies(check: MemoryCheck, predict: Predict) -> MemoryCheck:
+    """`check` with what would make it fit where it does not."""
     if check.capacity is None or check.fits:
         return check
-    from engine.resolve.recommend import Adviser
-
-    adviser = Adviser(check.capacity, machine or machine_of(check.config, check.capacity.device_name), predict)
-    return replace(check, advice=tuple(adviser.remedies(check.config, world)))
-
-
-def world_topology(config: RunConfig) -> Topology:
-    """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
-    parallel, nodes = config.parallel, config.cluster.topology_groups
-    cp_size = known_cp_size(parallel, config.cluster.world_size)
-    if cp_size is None:
-        raise ConfigError(
-            "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "
-            "that trains; add --ranks N (and --nodes M), such as --ranks 16 --nodes 2"
-        )
-    world_size = cp_size * parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
-    if world_size % nodes:
-        raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
-    return Topology(nodes, world_size // nodes)
-
-
-def group_topology(config: RunConfig) -> Topology:
-    """Where the ranks that share one sequence lie. Raises ConfigError while their number is unknown."""
-    return sequence_topology(config, world_topology(config))
-
-
-def with_memory(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
-    """`plan` with memory_plan.json among its files."""
-    return replace(plan, files=(*plan.files, (MEMORY_PLAN_FILE, json_text(memory.to_dict()))))
+    adviser = Adviser(check.capacity, check.run.machine, predict)
+    return replace(check, advice=tuple(adviser.remedies(check.config, check.run.world)))
 
 
 def _on_device(found: MemoryPrediction, capacity: Capacity) -> int:
@@ -276,25 +272,12 @@ class Estimate:
         return {**asdict(self), "device_hours": self.device_hours}
 
 
-def estimate(config: RunConfig, planner: MemoryPlanner, start_s: float | None = None) -> Estimate | None:
-    """By the prediction, with the start that earlier runs measured.
-
-    None where the ranks are not known, or a step cannot be predicted.
-    """
-    ranks, resolved = config.cluster.world_size, with_attention(config, planner)
-    step = None if resolved is None else planner.predict_time(resolved)
-    if ranks is None or step is None:
+def estimate(run: ResolvedRun, step: StepTime | None, start_s: float | None = None) -> Estimate | None:
+    """By the prediction of a step, with the start that earlier runs measured; None where it could not be predicted."""
+    if step is None:
         return None
-    seconds = (start_s or 0.0) + config.train.steps * step.seconds
+    train = run.config.train
+    seconds = (start_s or 0.0) + train.steps * step.seconds
     start = "without the start" if start_s is None else "with the start of earlier runs"
-    return Estimate(seconds, ranks, f"the prediction for {step.machine}, {start}", step.seconds, start_s)
-
-
-def with_attention(config: RunConfig, planner: MemoryPlanner) -> RunConfig | None:
-    """With attention=auto resolved; None where the ranks are not known, or no method suits them."""
-    if config.cluster.world_size is None:
-        return None
-    try:
-        return planner.resolve_attention_choice(config)
-    except (ConfigError, RunError):
-        return None
+    source = f"the prediction for {step.machine}, {start}"
+    return Estimate(seconds, run.world.size, source, step.seconds, start_s)

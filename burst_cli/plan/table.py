@@ -17,7 +17,7 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.predict.attention import LayerPreview, PassPreview
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine
-from engine.predict.memory import MemoryChoice, MemoryPrediction
+from engine.predict.memory import MemoryPrediction
 from engine.resolve.memory import MemoryCandidate
 from engine.resolve.recommend import LEAST_SAVING
 from engine.runs.figures import binary_bytes, count, count_of, percent, seconds
@@ -137,7 +137,7 @@ def _headings(plan: Plan) -> Iterator[Text]:
     where += f", {groups} such groups" if groups > 1 else ""
     yield _fact("sequence", f"{train.seq_len:,} tokens on {where}{_as_measured(plan)}; {train.compute_dtype}")
     yield _fact("method", f"layout {method.layout}, {_degrees(method)} (heads x inner ring x outer ring)")
-    yield _fact("backward", f"{method.backward_circulates} circulates; {method.reason}")
+    yield _fact("backward", f"{method.backward_circulates} circulates; {plan.circulation}")
     yield Text()
 
 
@@ -242,8 +242,8 @@ def _memory_view(memory: MemoryCheck) -> Iterator[RenderableType]:
     """Components, what would make it fit, what it was chosen from."""
     if memory.prediction is not None:
         yield _components_table(memory.prediction)
-    if memory.choice.candidates:
-        yield from (Text(), candidates_table(memory.choice), _candidates_note(memory.choice))
+    if memory.decision.candidates:
+        yield from (Text(), candidates_table(memory), _candidates_note(memory))
 
 
 def _components_table(found: MemoryPrediction) -> Table:
@@ -261,12 +261,12 @@ def _components_table(found: MemoryPrediction) -> Table:
     return table
 
 
-def candidates_table(choice: MemoryChoice) -> Table:
+def candidates_table(memory: MemoryCheck) -> Table:
     """What memory=auto chose from: bytes of one rank, of those that were predicted; seconds that a policy adds."""
     headings = ("device", "host", "kept", "moved", "FLOPs again", "step")
     rows = [
-        styled(_candidate_cells(one), "bold" if one.memory == choice.config.memory else "")
-        for one in choice.candidates[:_SHOWN_CANDIDATES]
+        styled(_candidate_cells(one), "bold" if one.memory == memory.config.memory else "")
+        for one in memory.decision.candidates[:_SHOWN_CANDIDATES]
     ]
     return listing(("memory=auto, best first", "fits", *headings), rows, headings)
 
@@ -286,11 +286,11 @@ def _candidate_cells(one: MemoryCandidate) -> tuple[str, ...]:
     )
 
 
-def _candidates_note(choice: MemoryChoice) -> Text:
-    hidden = len(choice.candidates) - _SHOWN_CANDIDATES
+def _candidates_note(memory: MemoryCheck) -> Text:
+    hidden = len(memory.decision.candidates) - _SHOWN_CANDIDATES
     more = f" {hidden} more in --json." if hidden > 0 else ""
     return Text(
-        f"{choice.reason}. Kept and moved: of a rank, per step. Not tried: slower ones, and those that keep too much "
+        f"{memory.reason}. Kept and moved: of a rank, per step. Not tried: slower ones, and those that keep too much "
         f"for the memory there is.{more}",
         style="dim",
     )

@@ -13,7 +13,6 @@ from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import attention_layers
 from engine.planning.program.trace import TraceStep, trace_text
 from engine.planning.schedules.plan import PassName, trace_method
-from engine.resolve.attention import resolve_attention
 
 Trace = Mapping[PassName, Sequence[TraceStep]]
 
@@ -23,9 +22,8 @@ def trace_rank(plan: Plan, rank: int) -> Trace:
     size = plan.group.size
     if rank >= size:
         raise ConfigError(f"--trace: got rank {rank}, but {size} ranks share a sequence: expected 0 to {size - 1}")
-    method = resolve_attention(plan.config, plan.group, plan.machine)
-    layers = attention_layers(plan.config, method)
-    blocks = divide_run(plan.config, method, layers)
+    layers = attention_layers(plan.config, plan.run.method)
+    blocks = divide_run(plan.config, plan.run.method, layers)
     first = layers[0]
     return trace_method(first.method, first.mask, blocks, rank, recompute_before=first.recompute_before)
 
@@ -38,8 +36,7 @@ def trace_to_dict(rank: int, trace: Trace) -> dict[str, Any]:
 
 def trace_view(plan: Plan, rank: int, trace: Trace) -> Text:
     """The passes one after another, under a line that says what they are of."""
-    method = plan.preview.method
-    what = f"{method.preset}, layer 0, rank {rank} of {plan.group.size} on {plan.group.nodes} nodes"
+    what = f"{plan.run.method.preset}, layer 0, rank {rank} of {plan.group.size} on {plan.group.nodes} nodes"
     legend = "kv2[0:4]: rows 0 to 3 of the k and v that ring rank 2 owns"
     parts = [f"{name}\n{trace_text(steps) or 'nothing'}" for name, steps in trace.items()]
     return Text("\n\n".join([f"{what} ({legend})", *parts]), no_wrap=True, overflow="ignore")

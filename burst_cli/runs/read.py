@@ -25,12 +25,11 @@ from cluster.control.judge import StepWatch
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
 from cluster.remote_text import number, rows, seconds_between, table, whole, word
 from engine.config.errors import BurstError, ConfigError
-from engine.config.settings import load_config
 from engine.config.yaml_text import load_yaml
 from engine.runs.figures import count_of
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
-from engine.runs.record import FINALS, MAXIMA, MEDIANS, config_facts, final_title, summarise
+from engine.runs.record import FINALS, MAXIMA, MEDIANS, facts_of_run, final_title, summarise
 
 ASK_AGAIN_S = 10.0
 STATE_STYLES = {
@@ -200,7 +199,7 @@ def _summary_of_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
 
 def _config_facts(run: RunFolder, problems: list[str]) -> dict[str, Any]:
     try:
-        return config_facts(load_config(run.path / "config.yaml"))
+        return facts_of_run(run.path)
     except ConfigError as error:
         problems.extend(error.problems)
         return {}

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.overrides import MOST_CELLS, Axis
-from burst_cli.plan.memory_check import Estimate, MemoryPlanner, check_memory, estimate, group_topology, with_attention
+from burst_cli.plan.memory_check import Estimate, MemoryPlanner, check_memory, estimate
 from burst_cli.render import grouped
 from burst_cli.runs.starts import earlier_start_s
 from cluster.control.runner import runner_for
 from cluster.plan import MachineFacts, with_ranks
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.methods.layers import check_attention
-from engine.resolve.rules import check_config
+from engine.resolve.attention import check_attention
+from engine.resolve.degrees import sequence_topology, world_topology
+from engine.resolve.legality import check_run
+from engine.resolve.run import ResolvedRun
 from engine.runs.record import config_facts, config_fingerprint
 
 _ID_DIGITS = 10
@@ -177,8 +179,9 @@ def _judged(cell: Cell, judge: LaunchJudge, known: Mapping[str, str | None]) -> 
     """A cell that can run, with what it takes; predicting memory takes seconds, so it is done once per sweep."""
     if cell.problems or cell.config is None:
         return cell
-    shortage = known[cell.cell_id] if cell.cell_id in known else judge.shortage(cell.config)
-    return replace(cell, short_of_memory=shortage, estimate=judge.estimate(cell.config))
+    is_known = cell.cell_id in known
+    shortage, estimate = judge.expect(cell.config, is_known=is_known)
+    return replace(cell, short_of_memory=known[cell.cell_id] if is_known else shortage, estimate=estimate)
 
 
 def _digest(words: Iterable[str]) -> str:
@@ -209,27 +212,30 @@ class LaunchJudge:
         """With ranks and backend where this machine runs it; checked with its number of ranks, if that is known."""
         if runner_for(config.cluster).is_here:
             config, _ = with_ranks(config, self.facts)
-        check_config(config)
+        check_run(config)
         if config.cluster.world_size is not None:
-            check_attention(config, group_topology(config))
+            check_attention(config, sequence_topology(config, world_topology(config)))
         return config
 
-    def shortage(self, config: RunConfig) -> str | None:
-        """The first sentence of what a launch would refuse with; None where machines are not known yet."""
-        if self.force or not runner_for(config.cluster).is_here:
-            return None
-        resolved = with_attention(config, self.planner)
-        if resolved is None:
-            return None
-        try:
-            problems = check_memory(resolved, self.planner, force=True).problems
-        except (ConfigError, RunError):
-            return None  # the launch of the cell says it better, and it is that cell's result
-        return problems[0] if problems else None
+    def expect(self, config: RunConfig, *, is_known: bool = False) -> tuple[str | None, Estimate | None]:
+        """(the first sentence of what a launch would refuse for want of memory, what it takes), as far as is known.
 
-    def estimate(self, config: RunConfig) -> Estimate | None:
-        """What it takes."""
+        is_known: the first is, so memory is not predicted again; a policy that costs nothing then stands for that which
+        memory=auto would choose. What machines elsewhere have is not known yet.
+        """
+        if config.cluster.world_size is None:
+            return None, None
+        predicts = runner_for(config.cluster).is_here and not (is_known or self.force)
+        try:
+            run = self.planner.resolve(config, search=predicts)
+            shortage = self._shortage(run) if predicts else None
+        except (ConfigError, RunError):  # the launch of the cell says it better, and it is that cell's result
+            return None, None
         start_s = None
         if self.runs_dir is not None:
             start_s = earlier_start_s(self.runs_dir, config.exp, config.cluster.world_size)
-        return estimate(config, self.planner, start_s)
+        return shortage, estimate(run, self.planner.predict_time(run), start_s)
+
+    def _shortage(self, run: ResolvedRun) -> str | None:
+        problems = check_memory(run, self.planner, force=True).problems
+        return problems[0] if problems else None

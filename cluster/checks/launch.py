@@ -39,8 +39,8 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import fill, listed
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
+from engine.data.rules import model_problems
 from engine.predict.room import find_shortage, saves_checkpoints
-from engine.resolve.data_rules import model_problems
 
 NAME = "launch.node"
 CHECKPOINT = "launch.checkpoint"

@@ -25,11 +25,13 @@ from cluster.failure import Failure, NodeEvidence, find_failure
 from cluster.plan import LaunchPlan, roots_of
 from cluster.remote_text import integer, number, table, word
 from cluster.ssh.hosts import fold_nodes, node_command
+from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.checkpoints import MANIFEST_FILE, checkpoints_folder, list_checkpoints
 from engine.runs.files import JsonLinesTail
 from engine.runs.folder import RunFolder, typed_overrides
 from engine.runs.oom import less_memory_text
+from engine.runs.record import resolved_config
 
 DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
 SLOW_STEPS = 5.0
@@ -347,6 +349,14 @@ def _compared(failure: Failure, fleet: Fleet) -> dict[str, Any]:
     return {**memory, "where": where, "capacity_bytes": capacity, "predicted_peak_bytes": predicted}
 
 
+def _what_ran(run_path: Path, config: RunConfig) -> RunConfig:
+    """`config` as it was resolved for the ranks, whose memory policy matters; as it is, where that cannot be read."""
+    try:
+        return resolved_config(run_path)
+    except ConfigError:
+        return config
+
+
 def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
     """What to do next; `run_path` is the run folder."""
     log = failure.log or "the log"
@@ -361,9 +371,9 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
             return "Correct the setting or file that the message names and launch again."
         case "oom":
             is_device = failure.memory is not None and failure.memory.get("where") == "device"
-            return less_memory_text(config, "device" if is_device else "host")
+            return less_memory_text(_what_ran(run_path, config), "device" if is_device else "host")
         case "signal" if failure.signal == "SIGKILL":
-            text = less_memory_text(config, "host")
+            text = less_memory_text(_what_ran(run_path, config), "host")
             remedy = f"{text[0].lower()}{text[1:]}"
             return f"If `dmesg` shows that the kernel ran out of memory, {remedy} If not, ask who sent the signal."
         case "peer_lost":

@@ -65,7 +65,8 @@ class TensorArithmetic:
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Forward: merge (out, lse). Backward: add dq to sums and (dk, dv) to kv_sums. In parts of the heads if large.
 
-        dk and dv wait for the next work: where it adds what arrived to the same rows, that is one pass.
+        dk and dv of the tile are held back until the next op: where that adds received dk and dv to the same rows, one
+        pass over memory does both.
         """
         run = self._run_forward if "kv_sums" not in fields else self._run_backward
         q, v, limit = fields["q"]["q"], fields["kv"]["v"], self.kernel.capabilities.max_call_elements
@@ -76,7 +77,7 @@ class TensorArithmetic:
         if limit is None or call_elements(q, v) * q.shape[1] <= limit:
             run(tile, fields)
             return
-        shared = set()  # kv heads that a part before has written
+        shared = set()  # kv heads that an earlier part has written: query heads of two parts may share one
         for part in ends(split_heads(q, v, limit)):
             operands = _part_of(part, fields, copies=True)
             run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), operands)
@@ -84,8 +85,9 @@ class TensorArithmetic:
 
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         q, kv, partial = fields["q"], fields["kv"], fields["sums"]
+        # q [n, H, qk_dim], k [m, K, qk_dim], v [m, K, v_dim] -> out [n, H, v_dim], lse [n, H] over this tile's keys
         block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], tile.band)
-        if tile.stores:
+        if tile.stores:  # the first tile of these rows: nothing to merge with
             partial["out"].copy_(block_out)
             partial["lse"].copy_(block_lse)
         else:
@@ -94,9 +96,11 @@ class TensorArithmetic:
     def _run_backward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         q, kv, sums = fields["q"], fields["kv"], fields["sums"]["dq"]
         dout = q["dout"]
-        if "out" in q:
+        # lse is that over ALL keys of a row, not of this tile: so p = exp(scores - lse) is the share of this tile in the
+        # whole softmax, and gradients of tiles simply add up.
+        if "out" in q:  # queries that stay with their owner, which has out
             grads = TileGradients(dout, q["out"], q["lse"])
-        else:
+        else:  # queries that moved: kernels need rowsum(dout * out) alone, which a multiple of dout gives as well
             grads = TileGradients(dout, surrogate_out(dout, q["stats"]), q["stats"][..., 0])
         if self._late is not None:  # the gradients of two tiles are never held at once
             self.finish_step()
@@ -117,6 +121,7 @@ class TensorArithmetic:
         """init, add (in dst's dtype, computed in the wider one), merge, copy, finish or stats."""
         late = self._late
         if late is not None:
+            # By identity: the executor hands out one dictionary per view.
             if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
                 self._late = None
                 add_kv(late.sums, late.gradients, src.fields, stores=late.stores)

@@ -73,19 +73,23 @@ class Execution:
         self._arithmetic.release()
 
     def steps(self) -> Iterator[int]:
-        """Run step by step; yields the step's index after its posts, after its waits were asked for, and at its end."""
+        """Run step by step, in the same order on every rank, so that no two ranks wait for each other.
+
+        Yields the step's index after its posts, after its waits were issued, and at its end: a test runs all ranks in
+        one process from yield to yield. On a GPU nothing here blocks the host; streams keep the order.
+        """
         for step in self.plan.steps:
-            for op in step.pre:
+            for op in step.pre:  # what is sent in this step is written here
                 self._op(op)
-            if step.post:
+            if step.post:  # messages start, and are in flight while the tiles compute
                 self._transport.post(list(map(self._p2p_op, step.post)))
             yield step.index
             for tile in step.tiles:
                 self._arithmetic.run_tile(tile, self._operands(tile))
-            if step.wait:
+            if step.wait:  # messages of this step or of an earlier one
                 self._transport.wait(step.wait)
             yield step.index
-            for op in step.after:
+            for op in step.after:  # what has arrived is added, merged or copied here
                 self._op(op)
             self._arithmetic.finish_step()
             yield step.index
@@ -101,7 +105,11 @@ class Execution:
         return fields
 
     def _rows(self, view: View) -> Fields:
-        """Mostly the same dictionary for the same view; the buffer's own for all of its rows."""
+        """Tensors of a view's rows.
+
+        Mostly the same dictionary for the same view (the arithmetic knows sums by identity), and the buffer's own for
+        all of its rows.
+        """
         if view not in self._cut:
             if len(self._cut) == CUTS_KEPT:
                 self._cut.clear()

@@ -35,7 +35,7 @@ from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
 from engine.kernels.attention import KernelChoice, select_kernel
-from engine.planning.methods.layers import attention_layers
+from engine.planning.methods.layers import LayerPattern, attention_layers, build_layers, layer_pattern
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 from engine.planning.schedules.plan import channels_of
@@ -43,9 +43,9 @@ from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
-from engine.predict.machine import machine_of
+from engine.predict.machine import Machine, machine_of
 from engine.resolve.attention import resolve_attention
-from engine.resolve.auto import resolve_auto
+from engine.resolve.run import ResolvedRun, resolve_run
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
@@ -98,6 +98,7 @@ class ContextParallel:
     dtype: torch.dtype
     kernel_choice: KernelChoice | None  # why `group.kernel`, where it was chosen
     process_group: dist.ProcessGroup | None  # that was given
+    machine: Machine | None  # on which the method was chosen; None: of a group that is imagined
 
     def __init__(
         self,
@@ -127,7 +128,8 @@ class ContextParallel:
         ranks = places[world_rank].ranks
         topology = _find_topology([places[rank].host for rank in ranks], nodes)
         config = _run_config(axes_read, heads, dtype, topology)
-        method = resolve_attention(config, topology, machine_of(config, places[ranks[0]].device))
+        machine = machine_of(config, places[ranks[0]].device)
+        method = resolve_attention(config, topology, machine)
         for text in warnings_of(method, topology):
             warnings.warn(text, stacklevel=2)
         choice = select_kernel(axes_read.kernel, device, dtype, head_dim, v_dim=heads.v_dim)
@@ -137,18 +139,17 @@ class ContextParallel:
         transport = open_transport(groups, world_rank, topology, device, channels=channels, timeout=timeout)
         self._join(config, AttentionGroup(ranks.index(world_rank), topology, transport, choice.kernel), method)
         self.heads, self.dtype, self.device, self.kernel_choice = heads, dtype, device, choice
-        self.process_group = group
+        self.process_group, self.machine = group, machine
 
     @classmethod
-    def of_run(cls, config: RunConfig, mesh: Mesh, transport: Transport | None = None) -> ContextParallel:
-        """That of a configured run, connected. Collective over all ranks of the world (it makes process groups).
+    def of_run(cls, run: ResolvedRun, mesh: Mesh, transport: Transport | None = None) -> ContextParallel:
+        """That of a resolved run, connected. Collective over all ranks of the world (it makes process groups).
 
         Runs whose attentions work in turn on the same ranks may share a `transport` with all channels
         (`open_channels`).
         """
+        config, method, device = run.config, run.method, mesh.device
         set_sm_carveout(config.parallel.comm_sms)
-        topology, device = mesh.cp_topology, mesh.device
-        config, method = _resolve(config, topology, device)
         choice = select_kernel(
             config.attention.kernel,
             device,
@@ -162,8 +163,9 @@ class ContextParallel:
             text = f"rank {mesh.rank} takes {choice.kernel.name} instead of {failed}, which {problem}"
             warnings.warn(text, stacklevel=2)
         transport = transport or open_channels(config, mesh, channels_of(method))
-        made = cls.of_group(config, AttentionGroup(mesh.cp_rank, topology, transport, choice.kernel), method)
+        made = cls.of_group(config, AttentionGroup(mesh.cp_rank, run.group, transport, choice.kernel), method)
         made.device, made.kernel_choice = device, choice
+        made._pattern, made.machine = run.layers, run.machine
         made.warm_up_connections()
         return made
 
@@ -177,6 +179,8 @@ class ContextParallel:
     def _join(self, config: RunConfig, group: AttentionGroup, method: AttentionMethod) -> None:
         model = local_heads(config.model, config.parallel.tp_size)
         self.config, self.group, self.method = config, group, method
+        self._pattern: Sequence[LayerPattern] = layer_pattern(config, method)
+        self.machine = None
         self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
         self.device = torch.device("cpu")
@@ -299,7 +303,7 @@ class ContextParallel:
             return self._contexts[key]
 
     def _plan(self, documents: tuple[int, ...]) -> SequenceContext:
-        layers = attention_layers(self.config, self.method, documents)
+        layers = build_layers(self._pattern, self.config, self.method, documents)
         padded = padded_length(self.config.train.seq_len, self.method.cp_size, self.config.parallel.tp_size)
         return build_context(self.group, layers, padded, self)
 
@@ -343,9 +347,9 @@ class ContextParallel:
         return self.group.transport.meter.sent
 
     def idle_wire_s(self) -> float:
-        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of cluster.machine."""
-        machine = machine_of(self.config, _device_name(self.device))
-        return machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
+        """Seconds that the messages of `traffic` would take on an idle wire, at the rates of the run's machine."""
+        assert self.machine is not None, "ranks that are imagined send nothing"
+        return self.machine.idle_wire_s(self.traffic(), self.topology.local_ranks)
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
@@ -456,18 +460,15 @@ def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = t
     )
 
 
-def _resolve(config: RunConfig, topology: Topology, device: torch.device) -> tuple[RunConfig, AttentionMethod]:
-    """(the configuration with a named preset, its method): what `auto` means is found here, alike on every rank.
+def resolve_here(config: RunConfig, mesh: Mesh) -> ResolvedRun:
+    """A run that no launch has resolved, such as one of a benchmark, on the ranks of `mesh`.
 
-    Collective over all ranks of the world, where there is one.
+    Collective over all ranks of the world: ranks with different devices must choose alike. Its memory policy is named.
     """
-    names = [_device_name(device)]
-    if dist.is_initialized():  # ranks with different devices must choose alike
-        dist.broadcast_object_list(names, src=0, device=device)
-    machine = machine_of(config, names[0])
-    choice = resolve_auto(config, topology, machine)
-    method = resolve_attention(choice.config, topology, machine)
-    return choice.config, replace(method, reason=choice.reason) if choice.candidates else method
+    names = [_device_name(mesh.device)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0, device=mesh.device)
+    return resolve_run(config, mesh.topology, machine_of(config, names[0]))
 
 
 def _device_name(device: torch.device) -> str:

@@ -140,7 +140,7 @@ class AttentionRuntime:
         return KeptResults(saved.out[first:], saved.lse[first:])
 
     def _completed(self, kept: KeptResults) -> Fields:
-        """Slots of all rows with the kept ones in place."""
+        """Tensors of all rows with the kept ones in place."""
         rows = self.recomputed_rows
         if rows == 0 or self.on_host:
             return {"out": kept.out, "lse": kept.lse}
@@ -181,6 +181,7 @@ class AttentionRuntime:
             arguments["out_lse"] = {"out": saved.out, "lse": saved.lse}
             ring_dout = self.empty(saved.out.shape, saved.out.dtype, device or dout.device)
         arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
+        # Where queries move, two numbers per row and head replace out: lse, and what rowsum(dout * out) follows from.
         if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
             if stats is None and self.takes_stats:
                 stats = backward_stats(dout, saved.out, saved.lse)

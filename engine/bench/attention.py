@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.library import ContextParallel, open_channels
+from engine.attention.library import ContextParallel, open_channels, resolve_here
 from engine.attention.transport import SilentTransport
 from engine.bench.measure import environment, run_rank, slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import AttentionCell, HeadShape
@@ -62,7 +62,8 @@ def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[C
     channels, transport = open_channels(first, mesh), SilentTransport()
     for variant in cell.variants:
         try:
-            attention = ContextParallel.of_run(cell.run_config(variant), mesh, channels)
+            resolved = resolve_here(cell.run_config(variant), mesh)
+            attention = ContextParallel.of_run(resolved, mesh, channels)
         except ConfigError as error:
             skipped[variant] = "; ".join(error.problems)
             continue

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.library import ContextParallel
+from engine.attention.library import ContextParallel, resolve_here
 from engine.bench.measure import Series, Stopwatch, environment, exchange, run_rank
 from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
@@ -29,13 +29,13 @@ from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.model.llama import TransformerBlock
 from engine.model.rope import rope_table
 from engine.parallel.parallelize import build_model
-from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band
 from engine.predict.flops import count_parameters
 from engine.predict.machine import Machine, find_device, profile_document, share_at
 from engine.predict.memory import find_hardware
 from engine.predict.plan_costs import layer_numbers, pair_flops
 from engine.predict.step_time import UPDATE_BYTES, predict_step
+from engine.resolve.run import ResolvedRun
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
 
@@ -111,7 +111,8 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
     """(FLOP/s forward, backward by rows of a square tile without a mask, rows of a kernel's block)."""
     shape, forward, backward = cell.shape, list[tuple[float, float]](), list[tuple[float, float]]()
     tiny = cell.run_config(layers=1)
-    kernel = ContextParallel.of_run(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
+    mesh = build_mesh(tiny.parallel, tiny.cluster)
+    kernel = ContextParallel.of_run(resolve_here(tiny, mesh), mesh).group.kernel
     for rows in _ROWS[watch.device.type]:
         seconds = _tile_seconds(watch, kernel, cell, Band(0, rows, 0, rows))
         pairs, head_dim = rows * rows * shape.num_heads, shape.head_dim
@@ -235,17 +236,17 @@ def with_overheads(watch: Stopwatch, cell: MachineCell, machine: Machine) -> Mac
 
 def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) -> float:
     """Seconds of a real step, less those that are predicted."""
-    step = _train_step(config)
+    step, resolved = _train_step(config)
     tokens = np.zeros((1, config.train.seq_len), dtype=np.int64)
     batch = Batch(tokens, tokens, (np.zeros(1, dtype=np.int64),))
-    world = Topology(config.cluster.topology_nodes or 1, step.mesh.topology.local_ranks)
-    return watch.seconds(lambda: step(0, [batch])) - predict_step(config, world, machine).seconds
+    predicted = predict_step(resolved.config, resolved.method, resolved.world, machine)
+    return watch.seconds(lambda: step(0, [batch])) - predicted.seconds
 
 
 def _update(watch: Stopwatch, cell: MachineCell) -> float:
     """Bytes per second of clipping and AdamW over this rank's shards."""
     config = cell.run_config(2, _WIDE[watch.device.type])
-    step = _train_step(config)
+    step, _ = _train_step(config)
     weights = [weight for weight in step.model.parameters() if weight.requires_grad]
     gradients = [torch.zeros_like(weight) for weight in weights]
 
@@ -257,9 +258,10 @@ def _update(watch: Stopwatch, cell: MachineCell) -> float:
     return UPDATE_BYTES * count_parameters(config.model).total / cell.setup.ranks / watch.seconds(update)
 
 
-def _train_step(config: RunConfig) -> TrainStep:
+def _train_step(config: RunConfig) -> tuple[TrainStep, ResolvedRun]:
     mesh = build_mesh(config.parallel, config.cluster)
-    return TrainStep(config, mesh, *build_model(config, mesh))
+    resolved = resolve_here(config, mesh)
+    return TrainStep(resolved.config, mesh, *build_model(resolved, mesh)), resolved
 
 
 def _host_copies(watch: Stopwatch) -> Series:

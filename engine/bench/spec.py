@@ -17,7 +17,7 @@ from engine.config.schema import read_dataclass, to_plain
 from engine.config.settings import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.config.yaml_text import load_yaml
 from engine.planning.methods.presets import PRESETS
-from engine.resolve.rules import check_config
+from engine.resolve.legality import check_run
 
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"
@@ -92,7 +92,7 @@ class AttentionCell:
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=shape.dtype),
             cluster=setup.cluster,
         )
-        check_config(config)
+        check_run(config)
         return config
 
     def legal_variants(self) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -138,7 +138,7 @@ class MachineCell:
             train=TrainConfig(seq_len=64 * setup.ranks, compute_dtype=self.shape.dtype),
             cluster=setup.cluster,
         )
-        check_config(config)
+        check_run(config)
         return config
 
 

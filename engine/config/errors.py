@@ -35,3 +35,8 @@ class DataError(BurstError):
 
 class RunError(BurstError):
     """A run ended before it was done."""
+
+
+def legal_sizes(number: int) -> str:
+    """The divisors of a number as a list in words: what a size that must divide it may be."""
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

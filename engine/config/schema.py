@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -394,6 +396,11 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     return value
+
+
+def hash_json(value: object) -> str:
+    """SHA-256 in hex of `value` as JSON, however its keys are ordered."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def range_problems(config: Any, prefix: str = "") -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.errors import DataError
+from engine.config.schema import hash_json
 from engine.config.settings import DataConfig
 from engine.data.conversations import Conversation, Message, Unit, as_transformers_passes, trace
 from engine.pretrained.folder import (
@@ -33,7 +34,6 @@ from engine.pretrained.folder import (
     TokenizerFiles,
     open_tokenizer,
 )
-from engine.runs.files import hash_json
 
 CHATML = "chatml"
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.config.errors import DataError
+from engine.config.schema import hash_json
 from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
 from engine.data.manifest import MANIFEST_FILE
@@ -31,14 +32,7 @@ from engine.data.shards import TokenShards, echoed, open_token_set
 from engine.data.sources import Source, open_source
 from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file
 from engine.pretrained.folder import TOKENIZER_FILE, open_tokenizer
-from engine.runs.files import (
-    cache_folder,
-    hash_json,
-    json_text,
-    new_folder,
-    remove_folder,
-    require_json_object,
-)
+from engine.runs.files import cache_folder, json_text, new_folder, remove_folder, require_json_object
 
 PREPARED_FILE = "prepared.json"
 VERSION = 2  # raise it when the same text would give other tokens

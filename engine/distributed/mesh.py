@@ -17,7 +17,8 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
 from engine.distributed.collectives import gather_objects
-from engine.planning.topology import Degrees, Topology, place_ranks
+from engine.planning.topology import Degrees, Topology
+from engine.resolve.degrees import place_ranks
 
 # Before training begins rank 0 may tokenise the whole corpus while the others wait for it.
 START_TIMEOUT = timedelta(minutes=60)
@@ -193,7 +194,10 @@ def limit_waits(mesh: Mesh, timeout: timedelta) -> None:
 
 
 def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
-    """The mesh of this run on the started process group; called by all ranks. Raises ConfigError with all problems."""
+    """The mesh of ranks that no launch has resolved, on the started process group; called by all ranks.
+
+    Raises ConfigError with all problems.
+    """
     placement = read_placement()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     degrees, topology = place_ranks(parallel, world_size, cluster.topology_nodes or _count_nodes(placement))

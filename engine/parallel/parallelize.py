@@ -30,18 +30,19 @@ from engine.planning.checkpoint_policy import layer_policies
 from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
 from engine.predict.memory import host_memory
 from engine.predict.policy_cost import layers_on_host, state_bytes
+from engine.resolve.run import ResolvedRun
 
 
 def build_model(
-    config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+    run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
 ) -> tuple[LlamaModel, ContextParallel]:
     """(the model, sharded and initialised by the seed; its attention over the cp ranks). All ranks must call.
 
     The model is built without memory, sharded, and only then given memory, so no rank ever holds all of it.
-    `attention`: as `parallelize`.
+    `attention`: of the run, if the caller has built it (it opens process groups); None: it is built here.
     """
-    model, attention = build_empty_model(config, mesh, attention)
-    set_first_weights(model, config)
+    model, attention = build_empty_model(run, mesh, attention)
+    set_first_weights(model, run.config)
     return model, attention
 
 
@@ -57,24 +58,20 @@ def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
 
 
 def build_empty_model(
-    config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
+    run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
 ) -> tuple[LlamaModel, ContextParallel]:
     """As `build_model`, with whatever the memory of its weights holds."""
+    config = run.config
     with torch.device("meta"):
         model = LlamaModel(config.model, config.loss)
-    attention = parallelize(model, config, mesh, attention)
+    attention = attention or ContextParallel.of_run(run, mesh)
+    parallelize(model, config, mesh, attention)
     model.to_empty(device=parameter_device(config.memory.optimizer_store, mesh.device))
     return model, attention
 
 
-def parallelize(
-    model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel | None = None
-) -> ContextParallel:
-    """Changes `model` in place to run on `mesh`; returns the attention over the cp ranks to call it with.
-
-    That is `attention`, if the caller built it already (it opens process groups), else the configured one.
-    """
-    attention = attention or ContextParallel.of_run(config, mesh)
+def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel) -> None:
+    """Changes `model` in place to run on `mesh` with this attention over the cp ranks."""
     if mesh.tp_mesh is not None:
         slice_model(model, mesh.tp_mesh)
         model.tie_weights()
@@ -92,7 +89,6 @@ def parallelize(
         compute_dtype=config.train.compute_dtype,
         store=config.memory.optimizer_store,
     )
-    return attention
 
 
 def layer_executions(

@@ -24,13 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.config.errors import ConfigError
-from engine.config.settings import (
-    ModelConfig,
-    ParallelConfig,
-    Placement,
-    RunConfig,
-)
+from engine.config.settings import Placement
 
 
 @dataclass(frozen=True)
@@ -145,85 +139,17 @@ class Degrees:
 
     def cp_topology(self, topology: Topology) -> Topology:
         """Where the ranks of a cp group of a run lie: of a node's ranks every tp_size-th belongs to it."""
-        return Topology(topology.nodes, topology.local_ranks // self.tp_size).group(self.cp_size)
+        return sequence_group(topology, self.cp_size, self.tp_size)
 
 
-def known_cp_size(parallel: ParallelConfig, world_size: int | None) -> int | None:
-    """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
-    others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
-    if world_size is None or others < 1:
-        return parallel.cp_size
-    cp_size = world_size // others if parallel.cp_size is None else parallel.cp_size
-    return cp_size if cp_size * others == world_size else None
-
-
-def resolve_degrees(parallel: ParallelConfig, world_size: int) -> Degrees:
-    """The size of every axis; `cp_size` null takes the ranks that the others leave. Raises ConfigError."""
-    cp_size = known_cp_size(parallel, world_size)
-    if cp_size is not None:
-        return Degrees(parallel.dp_replicate_size, parallel.dp_shard_size, cp_size, parallel.tp_size)
-    sizes = {"dp_replicate_size": parallel.dp_replicate_size, "dp_shard_size": parallel.dp_shard_size}
-    sizes |= {} if parallel.cp_size is None else {"cp_size": parallel.cp_size}
-    sizes |= {} if parallel.tp_size == 1 else {"tp_size": parallel.tp_size}
-    fixed = math.prod(sizes.values())
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {fixed}"
-    if parallel.cp_size is None:
-        raise ConfigError(f"parallel: {product} does not divide the {world_size} ranks; choose degrees that do")
-    raise ConfigError(
-        f"parallel: {product}, but there are {world_size} ranks; take {fixed} ranks, leave parallel.cp_size=null, "
-        "or change a degree"
-    )
-
-
-def place_ranks(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[Degrees, Topology]:
-    """The degrees of a run and where its ranks lie. Raises ConfigError with every problem."""
-    problems: list[str] = []
-    if world_size % nodes:
-        problems.append(
-            f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; choose a divisor: "
-            f"{legal_sizes(world_size)}"
-        )
-    try:
-        degrees = resolve_degrees(parallel, world_size)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    topology = Topology(nodes, world_size // nodes)
-    if topology.local_ranks % degrees.tp_size:  # it talks four times per layer and pass
-        raise ConfigError(
-            f"parallel.tp_size: got {degrees.tp_size}, which does not divide the {topology.local_ranks} ranks of a "
-            f"node, and tensor parallelism stays inside a node; legal values: {legal_sizes(topology.local_ranks)}"
-        )
-    return degrees, topology
-
-
-def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
-    """One sentence per size of the model that `tp_size` ranks cannot slice evenly."""
-    sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")}
-    legal = legal_sizes(math.gcd(*sizes.values()))
-    return [
-        f"parallel.tp_size: got {tp_size}, which does not divide model.{name}={size}; legal values for this model: "
-        f"{legal}" + (f" (or pad to model.vocab_size={-(-size // tp_size) * tp_size})" if name == "vocab_size" else "")
-        for name, size in sizes.items()
-        if size % tp_size
-    ]
+def sequence_group(world: Topology, cp_size: int, tp_size: int = 1) -> Topology:
+    """Where the ranks that share one sequence are, each with the same slice of every matrix."""
+    return Topology(world.nodes, world.local_ranks // tp_size).group(cp_size)
 
 
 def divisors(number: int) -> list[int]:
     """All of them, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def legal_sizes(number: int) -> str:
-    """The divisors of a number in words."""
-    return ", ".join(map(str, divisors(number)))
-
-
-def sequence_topology(config: RunConfig, world: Topology) -> Topology:
-    """Where the ranks of one sequence lie. Raises ConfigError where none can."""
-    degrees, topology = place_ranks(config.parallel, world.size, world.nodes)
-    return degrees.cp_topology(topology)
 
 
 def length_multiple(cp_size: int, tp_size: int = 1) -> int:

@@ -22,7 +22,6 @@ from engine.planning.visibility.visible import ring_rank_pairs
 from engine.predict.machine import Machine
 from engine.predict.plan_costs import query_heads
 from engine.predict.replay import Timeline, replay
-from engine.resolve.attention import resolve_attention
 
 MOST_RANKS_PLANNED = 32
 
@@ -218,15 +217,17 @@ class AttentionPreview:
 
 
 def preview_attention(
-    config: RunConfig, topology: Topology, machine: Machine, ranks: tuple[int, ...] | None = None
+    config: RunConfig,
+    method: AttentionMethod,
+    topology: Topology,
+    machine: Machine,
+    ranks: tuple[int, ...] | None = None,
 ) -> AttentionPreview:
-    """The configured attention on ranks that lie as in `topology` and share one sequence.
+    """What `method` does for a run of `config` on the ranks of `topology`, which share one sequence.
 
     Plans `ranks`; None: all, of large groups those of `planned_ranks`, which takes a second or two for 256. Packed
-    documents, which only the data know, are planned as one sequence. Raises ConfigError with every rule that the method
-    violates.
+    documents, which only the data know, are planned as one sequence. Raises ConfigError for a mask that cannot be.
     """
-    method = resolve_attention(config, topology, machine)
     layer_pattern = attention_layers(config, method)
     blocks = divide_run(config, method, layer_pattern)
     counts = Counter(layer_pattern[index % len(layer_pattern)] for index in range(config.model.num_layers))

@@ -1,10 +1,9 @@
-"""How much memory there is (of a device by its name, of this machine, or as the configuration says), and the
-predictions of a step as others ask for them, its memory and its time: from a process of its own, each at most once.
-No torch.
+"""How much memory there is (of a device by its name, of this machine, or as the configuration says), and predictions
+of how much a step needs: from a process of its own, each at most once. No torch.
 
-`engine.training.fake_run.memory` imagines ranks, plans attention and loads torch, none of which belongs into the
-process that asks. Its own is started with the first request, answers one after another and ends when none comes any
-more. Device memory is all that the driver reports; what no tensor can have of it is in `engine.predict.memory_ranks`.
+`engine.training.fake_run.memory` runs a step on fake ranks and loads torch, neither of which belongs into this process.
+Its own is started with the first request, answers one after another and ends when none comes any more. Device memory
+is all that the driver reports; what no tensor can have of it is in `engine.predict.memory_ranks`.
 """
 
 from __future__ import annotations
@@ -19,19 +18,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
 from engine.config.errors import ConfigError, RunError
 from engine.config.schema import to_plain
-from engine.config.settings import DataConfig, MemoryConfig, RunConfig, dump_config
+from engine.config.settings import DataConfig, MemoryConfig, RunConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
-from engine.predict.flops import Flops, StepParts, StepTime
-from engine.predict.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
+from engine.predict.machine import DEFAULT_DEVICE, device_bytes, find_device, unknown_device
 from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
-
-if TYPE_CHECKING:
-    from engine.resolve.memory import MemoryCandidate
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.
@@ -249,27 +245,8 @@ class MemoryPrediction:
         return {**asdict(self), "needed_bytes": self.needed_bytes}
 
 
-@dataclass(frozen=True)
-class MemoryChoice:
-    """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
-
-    fits     False: the configuration is that of the candidate that lacks least
-    """
-
-    config: RunConfig
-    candidates: tuple[MemoryCandidate, ...]
-    reason: str
-    fits: bool = True
-
-    @property
-    def prediction(self) -> MemoryPrediction | None:
-        """Of the policy that was chosen; None where it was configured."""
-        return self.candidates[0].prediction if self.candidates else None
-
-
-# Predicts a configuration on the ranks of a topology (of the whole world).
-Predict = Callable[[RunConfig, Topology], MemoryPrediction]
-PredictStep = Callable[[RunConfig, Topology, Machine], StepTime]
+# Predicts a configuration and its method on the ranks of a topology (of the whole world).
+Predict = Callable[[RunConfig, AttentionMethod, Topology], MemoryPrediction]
 
 
 class Predictor:
@@ -282,18 +259,13 @@ class Predictor:
         self._process: subprocess.Popen[str] | None = None
         self._known: dict[str, dict[str, Any]] = {}
 
-    def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
-        """The prediction for `config` on the ranks of `world`.
+    def predict(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
+        """The prediction for `config`, whose memory policy is named, with `method` on the ranks of `world`.
 
         Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
         silent for the time limit.
         """
-        return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), world))
-
-    def predict_step(self, config: RunConfig, world: Topology, machine: Machine) -> StepTime:
-        """What `engine.predict.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
-        found = self._ask(config, world, machine=to_plain(machine))
-        return StepTime(**{**found, "parts": StepParts(**found["parts"]), "flops": Flops(**found["flops"])})
+        return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), method, world))
 
     def start(self) -> subprocess.Popen[str]:
         """The process, started if none is running; whoever will ask later may start it sooner."""
@@ -318,9 +290,8 @@ class Predictor:
             self._errors.close()
             self._process = None
 
-    def _ask(self, config: RunConfig, world: Topology, **more: Any) -> dict[str, Any]:
-        place = {"nodes": world.nodes, "local_ranks": world.local_ranks}
-        request = json.dumps({"config": dump_config(config), **place, **more})
+    def _ask(self, config: RunConfig, method: AttentionMethod, world: Topology) -> dict[str, Any]:
+        request = json.dumps({"config": to_plain(config), "method": to_plain(method), "world": to_plain(world)})
         if request not in self._known:
             # A process that had waited long enough may end just when this comes.
             document = json.loads(self._answer(request, again=True) or self._answer(request))

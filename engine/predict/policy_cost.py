@@ -21,8 +21,8 @@ from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.planning.checkpoint_policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import LayerAttention, attended_pairs, attention_layers
-from engine.planning.methods.presets import BYTES_OF, AttentionMethod, legal_attention, tile_tokens_of
-from engine.planning.topology import Topology, padded_length, sequence_topology
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
+from engine.planning.topology import padded_length
 from engine.predict.flops import Flops, count_parameters, step_flops
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
@@ -188,8 +188,3 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
     if policy.place < policy.group_size - 1:  # the chain of inputs
         again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
     return again
-
-
-def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
-    """The attention method on these ranks, as far as memory asks; `attention=auto` must have been resolved."""
-    return legal_attention(config, sequence_topology(config, world))

@@ -12,26 +12,27 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.planning.methods.presets import BYTES_OF, tile_tokens_of
-from engine.planning.topology import Topology, sequence_topology
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
+from engine.planning.topology import Topology, sequence_group
 from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.predict.flops import StepParts, StepTime, count_parameters
 from engine.predict.machine import Machine
 from engine.predict.plan_costs import LOSS_PASSES, layer_numbers
 from engine.predict.policy_cost import PolicyCost, policy_cost
-from engine.resolve.attention import resolve_attention
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 UPDATE_BYTES = 28  # that AdamW reads and writes per number
 HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, which its ranks share
 
 
-def predict_step(config: RunConfig, world: Topology, machine: Machine) -> StepTime:
-    """A step of `config`, whose method and policy are resolved, on the ranks of `world`."""
-    return _Step(config, world, machine).predict()
+def predict_step(config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> StepTime:
+    """A step of `config`, whose memory policy is named, with the attention of `method` on the ranks of `world`."""
+    return _Step(config, method, world, machine).predict()
 
 
-def replayed_attention(config: RunConfig, group: Topology, machine: Machine) -> AttentionPreview:
+def replayed_attention(
+    config: RunConfig, method: AttentionMethod, group: Topology, machine: Machine
+) -> AttentionPreview:
     """The preview that the time of attention is read from: plans of `timed_ranks`, made once."""
     kept, plain = config.memory, MemoryConfig()
     kind = "attn_out" if kept.activation_checkpoint == "attn_out_every" else kept.activation_checkpoint
@@ -40,12 +41,12 @@ def replayed_attention(config: RunConfig, group: Topology, machine: Machine) -> 
     alike = replace(
         plain, activation_checkpoint=kind, checkpoint_layers=kept.checkpoint_layers, saved_fraction=fraction
     )
-    return _replayed(replace(config, memory=alike), group, machine)
+    return _replayed(replace(config, memory=alike), method, group, machine)
 
 
 @lru_cache(maxsize=16)
-def _replayed(config: RunConfig, group: Topology, machine: Machine) -> AttentionPreview:
-    return preview_attention(config, group, machine, timed_ranks(config, group))
+def _replayed(config: RunConfig, method: AttentionMethod, group: Topology, machine: Machine) -> AttentionPreview:
+    return preview_attention(config, method, group, machine, timed_ranks(config, group))
 
 
 def timed_ranks(config: RunConfig, group: Topology) -> tuple[int, ...] | None:
@@ -63,11 +64,10 @@ def timed_ranks(config: RunConfig, group: Topology) -> tuple[int, ...] | None:
 class _Step:
     """What one rank does in a step; `micro_steps` forward and backward passes, and an update."""
 
-    def __init__(self, config: RunConfig, world: Topology, machine: Machine) -> None:
-        self.config, self.world, self.machine = config, world, machine
-        self.group = sequence_topology(config, world)
-        self.method = resolve_attention(config, self.group, machine)
-        self.cost: PolicyCost = policy_cost(config, self.method)
+    def __init__(self, config: RunConfig, method: AttentionMethod, world: Topology, machine: Machine) -> None:
+        self.config, self.method, self.world, self.machine = config, method, world, machine
+        self.group = sequence_group(world, method.cp_size, config.parallel.tp_size)
+        self.cost: PolicyCost = policy_cost(config, method)
         self.micro_steps = config.train.grad_accum_steps
         self.element = BYTES_OF[config.train.compute_dtype]
         self.tp_size = config.parallel.tp_size
@@ -79,7 +79,7 @@ class _Step:
     def predict(self) -> StepTime:
         """Its time."""
         config, world, machine = self.config, self.world, self.machine
-        attention = replayed_attention(config, self.group, machine).time
+        attention = replayed_attention(config, self.method, self.group, machine).time
         times = self.micro_steps
         matrices_s, again_s = self._matrices()
         elementwise_s, loss_s = self._elementwise_s(), self._loss_s()

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError, DataError
-from engine.runs.files import hash_json, require_json_object
+from engine.config.schema import hash_json
+from engine.runs.files import require_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config.errors import DataError
+from engine.config.schema import hash_json
 from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers, has_transformers
 from engine.pretrained.folder import VOCABULARY_FILES, TokenizerFiles
-from engine.runs.files import hash_json
 
 # What tokenizers do differently: blanks at edges and in rows, digits, scripts, marks, code, bytes that are no letters.
 PROBE_TEXTS = (

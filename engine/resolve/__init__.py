@@ -1,1 +1,1 @@
-"""From a configuration to a run that may start: every broken rule is named before ranks exist. No torch."""
+"""From a checked configuration and what is known of its machines to what every rank does: decided once, never torch."""

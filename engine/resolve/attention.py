@@ -1,11 +1,11 @@
-"""From configuration to one frozen method: legal, and where the preset leaves it free, the fastest by prediction.
+"""From a legal configuration to one frozen method: where it leaves something free, the fastest by prediction. No torch.
 
-A backward pass may circulate keys and values or queries, and may keep local tiles until the last gradients come home
-between nodes. Both are choices of time, so the plans of all choices are replayed on the machine. What is plainest is
-taken unless another choice is predicted to save more than TIE_TOLERANCE: predictions say nothing below that, and plain
-plans have fewer and larger tiles.
+attention=auto takes the best of all legal methods. A named preset may leave free what circulates in backward, and how
+many local tiles wait for the last gradients that come home between nodes. All of these are choices of time, so the
+plans of all choices are replayed on the machine. What is plainest is taken unless another choice is predicted to save
+more than a tolerance: predictions say nothing below that, and plain plans have fewer and larger tiles.
 
-Pure functions of configuration, topology and machine, so every rank comes to the same method.
+Pure functions of configuration, topology and machine.
 """
 
 from __future__ import annotations
@@ -14,50 +14,170 @@ import functools
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import attention_layers
-from engine.planning.methods.presets import (
-    PRESETS,
-    AttentionMethod,
-    Circulated,
-    circulation_reason,
-    leaves_direction_free,
-    legal_attention,
-)
+from engine.planning.methods.presets import PRESETS, AttentionMethod, Circulated, leaves_direction_free
 from engine.planning.schedules.plan import plan_backward, token_bytes_of
 from engine.planning.topology import Topology
 from engine.planning.visibility.visible import Visibility
-from engine.predict.machine import Machine, machine_of
+from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview
+from engine.predict.machine import Machine
 from engine.predict.replay import replay
+from engine.predict.step_time import replayed_attention
+from engine.resolve.decisions import Decision, Rule
+from engine.resolve.legality import legal_attention, legal_methods
 
-TIE_TOLERANCE = 0.02
+CIRCULATION_TOLERANCE = 0.02  # of what circulates, and of the tiles that are deferred
+METHOD_TOLERANCE = 0.01  # of methods: within it the one with the smallest buffers is taken
 # Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.
 PROXY_RANKS = 16
+# Of methods for larger groups than are planned whole, this many are planned as they are, a second each for 256 ranks.
+FINALISTS = 2
 
 
-def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | None = None) -> AttentionMethod:
-    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence.
+@dataclass(frozen=True)
+class MethodCandidate:
+    """A legal method with what it is predicted to cost, all layers and passes of one sequence."""
 
-    machine   on which choices that the preset leaves free are predicted; None: the configured one
+    attention: AttentionConfig
+    method: AttentionMethod
+    seconds: float
+    exposed_s: float
+    buffer_bytes: int
 
-    Raises ConfigError with every violated rule and the nearest legal degrees.
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for tables and JSON."""
+        method = self.method
+        return {
+            "preset": method.preset,
+            "head_parallel_size": method.head_parallel_size,
+            "ring_inner_size": method.ring_inner_size,
+            "ring_outer_size": method.ring_outer_size,
+            "layout": method.layout,
+            "backward_circulates": method.backward_circulates,
+            "seconds": self.seconds,
+            "exposed_s": self.exposed_s,
+            "buffer_bytes": self.buffer_bytes,
+        }
+
+
+def select_preset(config: RunConfig, topology: Topology, machine: Machine) -> tuple[AttentionConfig, Decision]:
+    """The settings of attention with the best preset in place of auto; those of a config that names one are kept.
+
+    Args:
+        config: a legal configuration; under memory=auto the policy that attends everything again stands for it.
+        topology: the ranks that share one sequence.
+        machine: on which methods are predicted.
+
+    Raises:
+        ConfigError: no method is legal; its problems are the rules that every one of them violates.
     """
-    method = legal_attention(config, topology)
+    name = config.attention.preset
+    if name != "auto":
+        return config.attention, Decision("attention.preset", name, Rule.CONFIGURED)
+    candidates = rank_methods(config, topology, machine)
+    best = candidates[0]
+    figures = {"seconds": best.seconds, "exposed_s": best.exposed_s, "candidates": len(candidates)}
+    decision = Decision("attention.preset", best.method.preset, Rule.FASTEST, figures, tuple(candidates))
+    return best.attention, decision
+
+
+def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[MethodCandidate]:
+    """Every legal method once, of a large group the FINALISTS, best first. Raises ConfigError as `legal_methods`."""
+    legal = legal_methods(config, topology)
+    small, group = proxy_group(config, topology, MOST_RANKS_PLANNED)
+    if group != topology:
+        finalists = _predicted(small, group, machine, legal, whole=topology)[:FINALISTS]
+        legal = [(finalist.attention, finalist.method) for finalist in finalists]
+    ordered = _predicted(config, topology, machine, legal)
+    near = [c for c in ordered if c.seconds <= ordered[0].seconds * (1 + METHOD_TOLERANCE)]
+    best = min(near, key=lambda candidate: candidate.buffer_bytes)
+    return [best, *(candidate for candidate in ordered if candidate is not best)]
+
+
+def _predicted(
+    config: RunConfig,
+    topology: Topology,
+    machine: Machine,
+    methods: Sequence[tuple[AttentionConfig, AttentionMethod]],
+    *,
+    whole: Topology | None = None,
+) -> list[MethodCandidate]:
+    """Candidates for methods, fastest first.
+
+    whole: the ranks of the methods, where those of `topology` stand for them; each is then predicted scaled down.
+
+    Raises ConfigError when none of them can be planned.
+    """
+    found: list[MethodCandidate] = []
+    problems: list[str] = []
+    for attention, method in methods:
+        try:
+            if whole is None:
+                trial = replace(config, attention=attention)
+                method, _ = circulate(trial, method, topology, machine)
+                preview = replayed_attention(trial, method, topology, machine)
+            else:
+                trial = replace(config, attention=scaled_attention(attention, method, topology))
+                scaled = resolve_attention(trial, topology, machine)
+                preview = replayed_attention(trial, scaled, topology, machine)
+        except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
+            problems += error.problems
+            continue
+        found.append(_candidate(attention, method, preview))
+    if not found:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> MethodCandidate:
+    buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.passes)
+    return MethodCandidate(attention, method, preview.time.seconds, preview.time.exposed_s, buffers)
+
+
+def resolve_attention(config: RunConfig, topology: Topology, machine: Machine) -> AttentionMethod:
+    """The configured preset with its overrides as a legal method, which `select_circulation` chooses and explains."""
+    return select_circulation(config, topology, machine)[0]
+
+
+def select_circulation(config: RunConfig, topology: Topology, machine: Machine) -> tuple[AttentionMethod, Decision]:
+    """The configured preset with its overrides as a legal method, and why it circulates what it does in backward.
+
+    Args:
+        config: names a preset.
+        topology: the ranks that share one sequence.
+        machine: on which choices that the preset leaves free are predicted.
+
+    Raises:
+        ConfigError: with every violated rule and the nearest legal degrees.
+    """
+    return circulate(config, legal_attention(config, topology), topology, machine)
+
+
+def circulate(
+    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine
+) -> tuple[AttentionMethod, Decision]:
+    """`method`, the legal one of `config`, with the fastest choice of what its preset leaves free, and why."""
     choices = _choices(config.attention, method, topology)
     if len(choices) == 1:
-        return method
+        return method, Decision(_CIRCULATES, method.backward_circulates, Rule.CONFIGURED)
     # Of what is kept only the border between what is and is not computed again matters to a plan.
     plain = MemoryConfig()
     cut = replace(plain, activation_checkpoint="seq_fraction", saved_fraction=config.memory.saved_fraction)
     config = replace(config, memory=cut if method.split_at else plain)
-    return _fastest(config, topology, machine or machine_of(config), tuple(choices))
+    best, seconds = _fastest(config, method, topology, machine, tuple(choices))
+    method = replace(method, backward_circulates=best[0], deferred_local_tiles=best[1])
+    figures = {_choice_name(choice): value for choice, value in zip(choices, seconds, strict=True)}
+    return method, Decision(_CIRCULATES, best[0], Rule.FASTEST, figures)
 
 
-def proxy_topology(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:
+def proxy_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:
     """A smaller group with as many ranks per node and tokens per rank; those given, where they have `most_ranks`."""
     lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
     if topology.size <= most_ranks or lists_blocks:
@@ -68,19 +188,21 @@ def proxy_topology(config: RunConfig, topology: Topology, most_ranks: int) -> tu
     return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
 
 
-def scaled_down(
-    attention: AttentionConfig, method: AttentionMethod, topology: Topology, small: Topology
-) -> AttentionConfig:
+def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small: Topology) -> AttentionConfig:
     """The method's settings for the smaller group that stands for the whole one."""
-    if small == topology:
-        return attention
     heads = math.gcd(method.head_parallel_size, small.local_ranks)
     inner = small.local_ranks // heads if method.ring_outer_size > 1 else small.size // heads
     outer = small.size // heads // inner
     return replace(attention, head_parallel_size=heads, ring_inner_size=inner, ring_outer_size=outer)
 
 
+_CIRCULATES = "attention.backward_circulates"
 _Choice = tuple[Circulated, int]  # what circulates in backward, local tiles that are deferred
+
+
+def _choice_name(choice: _Choice) -> str:
+    circulates, deferred = choice
+    return f"{circulates}, {deferred} deferred" if deferred else circulates
 
 
 def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[_Choice]:
@@ -97,36 +219,46 @@ def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topo
 
 
 @functools.lru_cache(maxsize=64)
-def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]) -> AttentionMethod:
-    """The first choice that no other one beats by more than TIE_TOLERANCE in the backward passes of all layers.
+def _fastest(
+    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]
+) -> tuple[_Choice, tuple[float, ...]]:
+    """The first choice that no other one beats by more than the tolerance in the backward passes of all layers, and the
+    seconds of all.
 
     Documents, which only the data know, are one sequence.
     """
-    method = legal_attention(config, topology)
-    small, group = proxy_topology(config, topology, PROXY_RANKS)
-    try:
-        proxy = legal_attention(replace(small, attention=scaled_down(config.attention, method, topology, group)), group)
-    except ConfigError:  # what only the whole group can be
-        small, group, proxy = config, topology, method
-    layer_pattern = attention_layers(small, proxy)
-    blocks, token_bytes = divide_run(small, proxy, layer_pattern), token_bytes_of(small, proxy)
-    layers = Counter(layer_pattern[index % len(layer_pattern)].mask for index in range(small.model.num_layers))
-    seen = [(count, Visibility(mask, blocks.ring)) for mask, count in layers.items()]
+    small, group = proxy_group(config, topology, PROXY_RANKS)
+    proxy = method
+    if group != topology:
+        try:
+            attention = scaled_attention(config.attention, method, group)
+            proxy = legal_attention(replace(small, attention=attention), group)
+        except ConfigError:  # what only the whole group can be
+            small, group = config, topology
+    layers = attention_layers(small, proxy)
+    blocks, token_bytes = divide_run(small, proxy, layers), token_bytes_of(small, proxy)
+    counts = Counter(layers[index % len(layers)].mask for index in range(small.model.num_layers))
+    seen = [(count, Visibility(mask, blocks.ring)) for mask, count in counts.items()]
 
     def backward_s(choice: _Choice) -> float:
-        chosen, seconds = _with(proxy, choice), 0.0
+        circulates, deferred = choice
+        chosen, seconds = replace(proxy, backward_circulates=circulates, deferred_local_tiles=deferred), 0.0
         for count, visibility in seen:
             plan = plan_backward(chosen, visibility, blocks)
             seconds += count * replay(plan, machine, token_bytes, group).total_s
         return seconds
 
-    seconds = {choice: backward_s(choice) for choice in choices}
-    least = min(seconds.values())
-    best = next(choice for choice in choices if seconds[choice] <= least * (1 + TIE_TOLERANCE))
-    told = ", ".join(f"{c}{f' with {n} deferred' if n else ''} {s:.3g} s" for (c, n), s in seconds.items())
-    return replace(_with(method, best), reason=f"auto: {circulation_reason(config, *best)} ({told})")
+    seconds = tuple(map(backward_s, choices))
+    least = min(seconds) * (1 + CIRCULATION_TOLERANCE)
+    best = next(choice for choice, value in zip(choices, seconds, strict=True) if value <= least)
+    return best, seconds
 
 
-def _with(method: AttentionMethod, choice: _Choice) -> AttentionMethod:
-    circulates, deferred = choice
-    return replace(method, backward_circulates=circulates, deferred_local_tiles=deferred)
+def check_attention(config: RunConfig, topology: Topology) -> None:
+    """Raise ConfigError for a method or a mask that the ranks of `topology` would refuse; chooses nothing."""
+    attention = config.attention
+    if attention.preset == "auto":
+        attention, method = legal_methods(config, topology)[0]
+    else:
+        method = legal_attention(config, topology)
+    attention_layers(replace(config, attention=attention), method)

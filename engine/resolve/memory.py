@@ -16,12 +16,17 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.methods.presets import BYTES_OF
-from engine.planning.topology import Topology, sequence_topology
-from engine.predict.machine import Machine, machine_of
-from engine.predict.memory import Capacity, Fit, MemoryChoice, MemoryPrediction, Predict
-from engine.predict.policy_cost import PolicyCost, method_on, policy_cost
+from engine.planning.checkpoint_policy import checkpoint_kinds
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod
+from engine.planning.topology import Topology
+from engine.predict.machine import Machine
+from engine.predict.memory import Capacity, Fit, MemoryPrediction, Predict
+from engine.predict.policy_cost import PolicyCost, policy_cost
 from engine.predict.step_time import predict_step
+from engine.resolve.attention import circulate
+from engine.resolve.decisions import Decision, Rule
+from engine.resolve.degrees import sequence_topology
+from engine.resolve.legality import legal_attention
 from engine.runs.record import policy_name
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
@@ -99,26 +104,66 @@ class MemoryCandidate:
         }
 
 
-def resolve_memory(
-    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
-) -> MemoryChoice:
-    """The fastest policy that fits on the ranks of `world`; a config that names its policy is kept.
+@dataclass(frozen=True)
+class MemoryChoice:
+    """The memory policy of a run, and why; `candidates`: all that it was chosen from, the chosen one first."""
 
-    `attention=auto` must have been resolved.
+    memory: MemoryConfig
+    decision: Decision
+    candidates: tuple[MemoryCandidate, ...] = ()
+
+    @property
+    def prediction(self) -> MemoryPrediction | None:
+        """Of the policy that was chosen; None where it was configured."""
+        return self.candidates[0].prediction if self.candidates else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the chosen policy does; a configured one counts as if it did."""
+        return self.decision.rule != Rule.NEAREST_TO_FIT
+
+
+def resolve_memory(
+    config: RunConfig,
+    world: Topology,
+    machine: Machine,
+    capacity: Capacity | None,
+    predict: Predict | None,
+) -> MemoryChoice:
+    """The fastest memory policy that fits, else the one that lacks least; that of a config that names one is kept.
+
+    The one search of `engine.resolve.run`: each policy on trial has its method, its cost and its seconds, and some a
+    prediction of memory.
+
+    Args:
+        config: names a preset of attention.
+        world: all ranks of the run.
+        machine: on which steps are predicted.
+        capacity: the memory that there is; None: unknown.
+        predict: predicts the memory of a configuration with its method; None: nothing can.
+
+    Raises:
+        ConfigError: no policy is legal, or there is nothing to search by.
+        RunError: `predict` fails.
     """
     if config.memory.activation_checkpoint != "auto":
-        return MemoryChoice(config, (), "as configured")
-    search = _Search(config, world, capacity, machine or machine_of(config, capacity.device_name), predict)
-    best, *others = search.candidates()
-    assert best.fit is not None
-    room = f"{abs(best.fit.headroom_bytes) / 2**30:.3g} GiB"
-    reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {room}"
-    if best.fit.fits:
-        reason = (
-            f"auto: {best.name} is predicted at {best.step_s:.3g} s a step, and no policy that fits saves more than "
-            f"{TIE_TOLERANCE:.0%} of that; it leaves {room} free"
+        return MemoryChoice(config.memory, Decision(_SETTING, policy_name(config.memory), Rule.CONFIGURED))
+    if capacity is None or predict is None:
+        raise ConfigError(
+            "memory.activation_checkpoint=auto is resolved by `burst launch` before ranks start; start with it, or "
+            "name a policy such as full or attn_out"
         )
-    return MemoryChoice(replace(config, memory=best.memory), (best, *others), reason, best.fit.fits)
+    candidates = tuple(_Search(config, world, capacity, machine, predict).candidates())
+    best = candidates[0]
+    assert best.fit is not None
+    rule = Rule.FASTEST_THAT_FITS if best.fit.fits else Rule.NEAREST_TO_FIT
+    figures: dict[str, float] = {"headroom_bytes": best.fit.headroom_bytes}
+    if best.step_s is not None:
+        figures["step_s"] = best.step_s
+    return MemoryChoice(best.memory, Decision(_SETTING, best.name, rule, figures, candidates), candidates)
+
+
+_SETTING = "memory.activation_checkpoint"
 
 
 class _Search:
@@ -128,9 +173,11 @@ class _Search:
         self, config: RunConfig, world: Topology, capacity: Capacity, machine: Machine, predict: Predict
     ) -> None:
         self._config, self._world, self._capacity, self._machine = config, world, capacity, machine
-        self._predict = predict
+        self._group, self._predict = sequence_topology(config, world), predict
         self._legal: list[MemoryConfig] = []  # of the rounds so far
         self._costs: dict[MemoryConfig, PolicyCost] = {}
+        self._legal_methods: dict[tuple[object, float], AttentionMethod] = {}
+        self._methods: dict[MemoryConfig, AttentionMethod] = {}
         self._seconds: dict[MemoryConfig, float] = {}
         self._predictions: dict[MemoryConfig, MemoryPrediction] = {}
 
@@ -205,19 +252,35 @@ class _Search:
     def _step_s(self, memory: MemoryConfig) -> float:
         if memory not in self._seconds:
             config = replace(self._config, memory=memory)
-            self._seconds[memory] = predict_step(config, self._world, self._machine).seconds
+            self._seconds[memory] = predict_step(config, self._method(memory), self._world, self._machine).seconds
         return self._seconds[memory]
+
+    def _method(self, memory: MemoryConfig) -> AttentionMethod:
+        """That of the run under this policy: what is attended again may divide the sequence otherwise."""
+        if memory not in self._methods:
+            config, method = replace(self._config, memory=memory), self._legal_method(memory)
+            self._methods[memory], _ = circulate(config, method, self._group, self._machine)
+        return self._methods[memory]
+
+    def _legal_method(self, memory: MemoryConfig) -> AttentionMethod:
+        """The same without a choice of what circulates, which costs of memory do not depend on."""
+        kinds = checkpoint_kinds(memory), memory.saved_fraction  # all of a policy that a method can follow from
+        if kinds not in self._legal_methods:
+            config = replace(self._config, memory=memory)
+            self._legal_methods[kinds] = legal_attention(config, self._group)
+        return self._legal_methods[kinds]
 
     def _cost(self, memory: MemoryConfig) -> PolicyCost:
         """Raises ConfigError where the configuration cannot run with this policy."""
         if memory not in self._costs:
             config = replace(self._config, memory=memory)
-            self._costs[memory] = policy_cost(config, method_on(config, self._world))
+            self._costs[memory] = policy_cost(config, self._legal_method(memory))
         return self._costs[memory]
 
     def _try(self, memory: MemoryConfig) -> Fit:
         if memory not in self._predictions:
-            self._predictions[memory] = self._predict(replace(self._config, memory=memory), self._world)
+            config = replace(self._config, memory=memory)
+            self._predictions[memory] = self._predict(config, self._method(memory), self._world)
         return self._expected(memory)
 
     def _expected(self, memory: MemoryConfig, *, own: bool = False) -> Fit:
@@ -252,7 +315,7 @@ class _Search:
 
         guesses = sum(replace(one, host_layers=None) == memory for one in self._predictions)
         is_free = memory.activation_store == "host" and memory.host_layers is None and guesses < MOST_GUESSES
-        if not is_free or method_on(self._config, self._world).chunk_store == "host":
+        if not is_free or self._legal_method(memory).chunk_store == "host":
             return memory
         if not has_room() or has_room(activation_store="device"):
             return memory

@@ -12,14 +12,16 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
-from engine.planning.topology import Topology, sequence_topology, tensor_parallel_problems
+from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine
-from engine.predict.memory import Capacity, MemoryChoice, Predict
-from engine.predict.policy_cost import method_on, own_parameters, policy_cost, state_bytes
+from engine.predict.memory import Capacity, MemoryPrediction, Predict
+from engine.predict.policy_cost import own_parameters, policy_cost, state_bytes
 from engine.predict.step_time import predict_step
-from engine.resolve.auto import rank_methods
-from engine.resolve.memory import resolve_memory
+from engine.resolve.attention import rank_methods, resolve_attention
+from engine.resolve.degrees import sequence_topology, tensor_parallel_problems
+from engine.resolve.legality import method_on
+from engine.resolve.memory import MemoryChoice, resolve_memory
 
 LEAST_SAVING = 0.02  # below it predictions say nothing
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most
@@ -64,7 +66,7 @@ class Adviser:
         asked     the configuration as it was given, with what is `auto` in it
         resolved   what runs
         """
-        now_s = predict_step(resolved, world, self.machine).device_s_per_token
+        now_s = self._step(resolved, world).device_s_per_token
         best: Recommendation | None = None
         hopeful = [(self._saving(option, now_s), option) for option in self._options(asked, resolved, world)]
         for most, option in sorted(hopeful, key=lambda one: -one[0]):
@@ -90,31 +92,37 @@ class Adviser:
         config, world = option.config, option.world
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
-            choice = resolve_memory(config, world, capacity, self.predict, self.machine)
-            prediction = choice.prediction or self.predict(config, world)
+            choice = resolve_memory(config, world, self.machine, capacity, self.predict)
+            config = replace(config, memory=choice.memory)
+            prediction = choice.prediction or self._memory(config, world)
         except ConfigError:
             return None
         if not capacity.fit(*prediction.needs).fits:
             return None
-        step = self._step(choice.config, world)
+        step = self._step(config, world)
         change = option.change or choice.candidates[0].settings
         return Recommendation(change, step, 1 - step.device_s_per_token / now_s)
 
     def _step(self, config: RunConfig, world: Topology) -> StepTime:
-        return predict_step(config, world, self.machine.shared_by(world.local_ranks))
+        machine = self.machine.shared_by(world.local_ranks)
+        method = resolve_attention(config, sequence_topology(config, world), machine)
+        return predict_step(config, method, world, machine)
+
+    def _memory(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+        method = resolve_attention(config, sequence_topology(config, world), self.machine)
+        return self.predict(config, method, world)
 
     def remedies(self, config: RunConfig, world: Topology) -> list[str]:
         """What makes a run fit that does not: another policy; else more ranks, tensor parallelism, 8-bit moments, or a
         shorter sequence, each with the policy that lacks least. One sentence each, all predicted.
         """
-        choice = resolve_memory(
-            replace(config, memory=_open(config.memory)), world, self.capacity, self.predict, self.machine
-        )
+        opened = replace(config, memory=_open(config.memory))
+        choice = resolve_memory(opened, world, self.machine, self.capacity, self.predict)
         best = choice.candidates[0]
         if choice.fits and choice.prediction is not None:
             needs = f"{choice.prediction.needed_bytes / 2**30:.3g} GiB on the device"
             return [f"memory=auto would fit with {needs}, at {best.step_s:.3g} s a step: {best.settings}"]
-        nearest = choice.config
+        nearest = replace(config, memory=choice.memory)
         on_host = self._host_memory(config, world)
         found = [] if on_host is None else [on_host]
         directions = [self._more_ranks(nearest, world), _more_tp(nearest, world), _small_moments(nearest, world)]
@@ -137,11 +145,12 @@ class Adviser:
                 trial = option.config
                 trial = replace(trial, memory=replace(_open(trial.memory), activation_checkpoint="auto"))
                 try:
-                    choice = resolve_memory(trial, world, ample.capacity, self.predict, self.machine)
+                    choice = resolve_memory(trial, world, self.machine, ample.capacity, self.predict)
                 except ConfigError:
                     break
                 if choice.fits and choice.prediction is not None:
-                    return _host_words(config, choice, world, in_backward=in_backward)
+                    seq_len = trial.train.seq_len
+                    return _host_words(config, choice, world, seq_len, in_backward=in_backward)
         return None
 
     def _fits(self, option: _Option) -> bool:
@@ -150,7 +159,7 @@ class Adviser:
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
             least = policy_cost(config, method_on(config, world)).least
-            return capacity.fit(*least).fits and capacity.fit(*self.predict(config, world).needs).fits
+            return capacity.fit(*least).fits and capacity.fit(*self._memory(config, world).needs).fits
         except ConfigError:
             return False
 
@@ -204,7 +213,7 @@ def _on_host(config: RunConfig, *, in_backward: bool) -> RunConfig:
     return replace(config, memory=memory, optimizer=optimizer, train=replace(config.train, grad_accum_steps=1))
 
 
-def _host_words(config: RunConfig, choice: MemoryChoice, world: Topology, *, in_backward: bool) -> str:
+def _host_words(config: RunConfig, choice: MemoryChoice, world: Topology, seq_len: int, *, in_backward: bool) -> str:
     """What to type, and how much host memory it takes."""
     assert choice.prediction is not None
     node_bytes = choice.prediction.host_peak_bytes * world.local_ranks
@@ -213,8 +222,8 @@ def _host_words(config: RunConfig, choice: MemoryChoice, world: Topology, *, in_
     if in_backward:
         words += ["memory.optimizer_in_backward=true", "optimizer.max_grad_norm=null"]
         words += ["train.grad_accum_steps=1"] if config.train.grad_accum_steps > 1 else []
-    if choice.config.train.seq_len != config.train.seq_len:
-        words.append(f"train.seq_len={choice.config.train.seq_len}")
+    if seq_len != config.train.seq_len:
+        words.append(f"train.seq_len={seq_len}")
     typed = " ".join(dict.fromkeys(" ".join(words).split()))
     return f"{host} GiB of host memory per node or more would do: {typed}; {choice.candidates[0].step_s:.3g} s a step"
 

@@ -10,43 +10,47 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from engine.config.cluster import ClusterConfig, ContainerConfig
-from engine.config.errors import ConfigError
+from engine.config.errors import ConfigError, legal_sizes
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import ModelConfig, RunConfig
-from engine.planning.methods.presets import legal_attention, tile_tokens_of
-from engine.planning.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
+from engine.config.settings import RunConfig
 from engine.planning.visibility.options import mask_problems
-from engine.predict.machine import find_device, find_machine, read_rates, unknown_device
 from engine.resolve.data_rules import data_rules, weight_rules
 
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
 _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 
 
-def check_config(config: RunConfig) -> None:
-    """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule."""
-    if texts := [*(problem.text for problem in config_problems(config)), *_start(config)]:
+Rule = Callable[[RunConfig], Iterator[str | Problem]]
+
+
+def check_config(config: RunConfig, rules: Sequence[Rule] = ()) -> None:
+    """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule.
+
+    rules: beside those of this file, as `config_problems` takes them.
+    """
+    if texts := [*(problem.text for problem in config_problems(config, rules)), *_start(config)]:
         raise ConfigError(texts)
 
 
-def config_problems(config: RunConfig) -> list[Problem]:
+def config_problems(config: RunConfig, rules: Sequence[Rule] = ()) -> list[Problem]:
     """One problem per broken rule; rules that read a number which is itself out of range are silent.
 
-    A rule yields a sentence, and the settings that it names are those that the problem concerns; or the problem itself,
-    where it concerns more.
+    `rules` come after those of this file, which know settings alone: what planning knows of ranks and methods is in
+    `engine.resolve.legality`. A rule yields a sentence, and the settings that it names are those that the problem
+    concerns; or the problem itself, where it concerns more.
     """
     if unknown := list(_unknown_homes(config)):  # rules that look at such a path would fail
         return unknown
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
-    for rule in _RULES:
+    for rule in (*_RULES, *rules):
         found = (one if isinstance(one, Problem) else _named_in(one) for one in rule(config))
         problems += [problem for problem in found if out_of_range.isdisjoint(problem.keys)]
     return problems
@@ -184,26 +188,6 @@ def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _degrees(config: RunConfig) -> Iterator[Problem]:
-    """Degrees multiply to the number of ranks, nodes divide it, and slices of a matrix lie in one node."""
-    world_size, nodes, parallel = config.cluster.world_size, config.cluster.topology_groups, config.parallel
-    sizes = {key: value for key, value in vars(parallel).items() if key.endswith("_size")}
-    if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
-        return
-    try:
-        place_ranks(parallel, world_size, nodes)
-    except ConfigError as error:
-        keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
-        for text in error.problems:
-            yield Problem(keys, text)
-
-
-def _tensor_parallel(config: RunConfig) -> Iterator[str]:
-    """Every matrix can be sliced."""
-    if config.parallel.tp_size > 0:
-        yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
-
-
 def _masks(config: RunConfig) -> Iterator[str]:
     """Masks have what they need, and documents are told apart where the data can say them."""
     attention = config.attention
@@ -222,37 +206,6 @@ def _masks(config: RunConfig) -> Iterator[str]:
         )
     if attention.layout == "per_document" and not attention.documents:
         yield "attention.layout=per_document divides every document over the ranks; set attention.documents=true"
-
-
-def _attention(config: RunConfig) -> Iterator[Problem]:
-    """What `legal_attention` refuses, as soon as the number of ranks that share a sequence is known."""
-    cp_size = known_cp_size(config.parallel, config.cluster.world_size)
-    attention = config.attention
-    sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
-    if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
-        return
-    if attention.preset == "auto":  # takes a legal method, or says later why there is none
-        return
-    try:
-        tile_tokens_of(config, legal_attention(config, _topology(config, cp_size)))
-    except ConfigError as error:
-        keys = (f"attention.{item.name}" for item in fields(attention))
-        for text in error.problems:
-            yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
-
-
-def _has_legal_heads(model: ModelConfig) -> bool:
-    return model.num_kv_heads > 0 and model.num_heads > 0 and model.num_heads % model.num_kv_heads == 0
-
-
-def _topology(config: RunConfig, cp_size: int) -> Topology:
-    """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
-    world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
-    try:
-        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
-        return degrees.cp_topology(topology)
-    except ConfigError:  # of which another rule speaks
-        return Topology(1, cp_size)
 
 
 # Ranks and their supervisors find each other by these.
@@ -306,25 +259,9 @@ def _forms(config: RunConfig) -> Iterator[str]:
 def machine_problems(config: RunConfig) -> Iterator[str]:
     """One sentence per broken rule."""
     cluster = config.cluster
-    for rule in (_launcher, _machine, _environment, _kubernetes):
+    for rule in (_launcher, _environment, _kubernetes):
         yield from rule(cluster)
     yield from _container(cluster.container)
-
-
-def _machine(cluster: ClusterConfig) -> Iterator[str]:
-    name, rates = cluster.machine.name, cluster.machine.rates
-    try:
-        known = name == "auto" or find_device(name)
-    except ConfigError as error:  # a profile that cannot be read
-        yield from (f"cluster.machine.name: {text}" for text in error.problems)
-        return
-    if not known:
-        yield f"cluster.machine.name: {unknown_device(name, 'auto')}"
-        return
-    try:
-        find_machine("cpu" if name == "auto" else name, read_rates(rates))
-    except ConfigError as error:
-        yield from (f"cluster.machine.rates: {text}" for text in error.problems)
 
 
 def _launcher(cluster: ClusterConfig) -> Iterator[str]:
@@ -394,7 +331,7 @@ def _is_command(text: str) -> bool:
     return bool(words) and not words[0].startswith("-")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
+_RULES: tuple[Rule, ...] = (
     _forms,
     _model,
     _rope,
@@ -404,8 +341,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
     weight_rules,
     _memory,
     machine_problems,
-    _degrees,
-    _tensor_parallel,
     _masks,
-    _attention,
 )

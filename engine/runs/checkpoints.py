@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import BurstError, ConfigError
-from engine.config.schema import to_plain
+from engine.config.schema import hash_json, to_plain
 from engine.config.settings import CheckpointConfig, load_config
-from engine.runs.files import finite, hash_file, hash_json, home_path, replace_json, require_json_object, sync
+from engine.runs.files import finite, hash_file, home_path, replace_json, require_json_object, sync
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
 

@@ -43,11 +43,6 @@ def home_path(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111 (that of Path raises RuntimeError)
 
 
-def hash_json(value: object) -> str:
-    """SHA-256 in hex of `value` as JSON, however its keys are ordered."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def hash_file(path: Path) -> str:
     """SHA-256 in hex of the bytes of a file. Raises OSError."""
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """The run folder: what a run is on disk, and the only code that writes it.
 
     runs/<exp>/<UTC yyyymmdd-hhmmss>-<id6>/          mode 0700, appears complete or not at all
-        config.yaml overrides.txt provenance.json plan.sh env/<node>.env
+        config.yaml resolved.json overrides.txt provenance.json plan.sh env/<node>.env
         run.json           the state machine below, replaced atomically under a lock on the folder
         events.jsonl       one object per event;  metrics.jsonl: one object per optimizer step
         summary.json       figures of the whole run
@@ -39,6 +39,7 @@ from engine.runs.oom import measure_out_of_memory
 from engine.runs.process import NODE_VARIABLE, process_start
 
 OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
+RESOLVED_FILE = "resolved.json"  # what the launch made of config.yaml; ranks read it (`engine.resolve.run`)
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
 RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files instead of the terminal
 _UNHAPPY = ("failed", "cancelled", "oom")

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.config.schema import to_plain
-from engine.config.settings import MemoryConfig, RunConfig
-from engine.runs.files import hash_json, utc_now
+from engine.config.errors import ConfigError
+from engine.config.schema import hash_json, to_plain
+from engine.config.settings import MemoryConfig, RunConfig, config_from_dict, load_config
+from engine.runs.files import read_json_object, utc_now
+from engine.runs.folder import RESOLVED_FILE
 from engine.runs.process import meminfo_bytes
 
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
@@ -201,6 +203,29 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
         "compute_dtype": config.train.compute_dtype,
         "world_size": config.cluster.world_size,
     }
+
+
+def facts_of_run(path: Path) -> dict[str, Any]:
+    """`config_facts` of the run in folder `path` as it was resolved; the fingerprint is that of what was asked for.
+
+    Raises:
+        ConfigError: config.yaml cannot be read.
+    """
+    requested = load_config(path / "config.yaml")
+    return {**config_facts(resolved_config(path)), "config_fingerprint": config_fingerprint(requested)}
+
+
+def resolved_config(path: Path) -> RunConfig:
+    """What the ranks of the run in folder `path` run; what was asked for, where nothing that can be read says more.
+
+    Raises:
+        ConfigError: neither resolved.json nor config.yaml can be read.
+    """
+    try:
+        document = read_json_object(path / RESOLVED_FILE) or {}
+        return config_from_dict(document["run"]["config"])
+    except (OSError, ConfigError, ValueError, LookupError, TypeError):
+        return load_config(path / "config.yaml")
 
 
 def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:

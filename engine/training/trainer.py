@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.attention.library import ContextParallel
+from engine.attention.library import ContextParallel, resolve_here
 from engine.config.errors import ConfigError, DataError
 from engine.config.settings import RunConfig
 from engine.data.agreement import tokenizer_problem, vocabulary_problem
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
+from engine.data.rules import file_rules
 from engine.data.view import training_sampler
 from engine.distributed.collectives import gather_objects, wait_for_all_ranks
 from engine.distributed.mesh import (
@@ -25,6 +26,7 @@ from engine.distributed.mesh import (
     check_world,
     choose_device,
     limit_waits,
+    open_mesh,
     read_placement,
     start_process_group,
     step_timeout,
@@ -36,8 +38,10 @@ from engine.predict.flops import count_parameters
 from engine.predict.machine import Peak
 from engine.predict.policy_cost import policy_cost
 from engine.pretrained.folder import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from engine.resolve.legality import check_run
 from engine.resolve.rules import check_config
-from engine.runs.folder import RunFolder
+from engine.resolve.run import ResolvedRun, read_resolved
+from engine.runs.folder import RESOLVED_FILE, RunFolder
 from engine.runs.record import WARMUP_STEPS, config_facts, predicted_facts, summarise
 from engine.training.batches import StepBatches
 from engine.training.checkpoints import Position, RunCheckpoints
@@ -57,8 +61,12 @@ from engine.training.validation import Stopped, measured, pause, validate
 class Trainer:
     """One run on this rank; `run` does everything in order. All ranks build one and run it."""
 
-    def __init__(self, config: RunConfig, run: RunFolder, mesh: Mesh, recorder: Recorder, status: RankStatus) -> None:
+    def __init__(
+        self, resolved: ResolvedRun, run: RunFolder, mesh: Mesh, recorder: Recorder, status: RankStatus
+    ) -> None:
+        config = resolved.config
         self.config, self.mesh = config, mesh
+        self._requested = resolved.requested
         self._run_folder, self._recorder, self._status = run, recorder, status
         train = config.train
         self.data = load_data(config, mesh, recorder)
@@ -66,7 +74,7 @@ class Trainer:
             sampler = training_sampler(self.data, config)
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
-        self.model, self.attention = build_empty_model(config, mesh)
+        self.model, self.attention = build_empty_model(resolved, mesh)
         if (choice := self.attention.kernel_choice) is not None:
             recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
         counts = count_waits(status.waits, mesh, self.model, self.attention)
@@ -187,29 +195,64 @@ class Trainer:
             plan = None if config.train.evaluate_only else run.read_memory_plan()
             peak = {"peak_flops_per_device": self.peak.flops_per_s, "peak_flops_source": self.peak.source}
             about = {"status": status, **run_facts(config, self.mesh, self.attention), **predicted_facts(plan), **peak}
+            about["config_fingerprint"] = self._requested  # so runs that asked for the same are alike
             about["data_content_hash"] = self.data.content_hash
             run.write_summary({**about, **summarise(run.read_metrics()), **facts})
         self._recorder.close()
 
 
 def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_faults: FindFaults = read_faults) -> None:
-    """Everything a rank does, from its process group to the last line of its summary; called by engine.train."""
+    """Everything a rank does, from its process group to the last line of its summary; called by engine.train.
+
+    config: of config.yaml in the run folder, where the launch has left what it resolved it to, too.
+    """
     placement = read_placement()
     with status.stop.watch(), run_states(run, status, rank=placement.rank), ExitStack() as stack:
         status.phase = "start"
-        check_config(config)
+        resolved = read_resolved(run.path, config)
+        check_run(config) if resolved is None else check_config(resolved.config, (file_rules,))
         check_world(config.cluster, placement)
         status.faults, announced = find_faults(placement.rank, placement.world_size)
         device = choose_device(config.cluster, placement)
-        set_threads(config, device, placement)
+        set_threads(config if resolved is None else resolved.config, device, placement)
         stack.enter_context(deterministic_algorithms(config.train.deterministic))
         started = start_process_group(device, placement)
-        mesh = build_mesh(config.parallel, config.cluster)
+        resolved, mesh = join_run(config, resolved, device)
         recorder = Recorder(run, status, rank=mesh.rank, tensorboard=config.train.tensorboard)
         recorder.announce_faults(announced)
-        Trainer(config, run, mesh, recorder, status).run()
+        Trainer(resolved, run, mesh, recorder, status).run()
         if started:
             dist.destroy_process_group()
+
+
+def join_run(config: RunConfig, resolved: ResolvedRun | None, device: torch.device) -> tuple[ResolvedRun, Mesh]:
+    """What all ranks do alike, and the mesh that they do it on. All ranks must call.
+
+    Ranks that act by different plans would wait for each other's messages forever.
+
+    Args:
+        config: as it was asked for.
+        resolved: what this rank read; None: no launch has resolved it, so the ranks do.
+        device: of this rank.
+
+    Raises:
+        ConfigError: on all ranks alike, where they have read different things, or are not as many as it was made for.
+    """
+    hashes = sorted({str(each)[:12] for each in gather_objects(resolved and resolved.hash)})
+    if len(hashes) > 1:
+        raise ConfigError(
+            f"{RESOLVED_FILE}: the ranks have read different ones (hashes {', '.join(hashes)}; None: there is none): "
+            "the folders of the nodes hold files of different launches; launch again"
+        )
+    if resolved is None:
+        mesh = build_mesh(config.parallel, config.cluster)
+        return resolve_here(config, mesh), mesh
+    if resolved.world.size != dist.get_world_size():
+        raise ConfigError(
+            f"{RESOLVED_FILE}: made for {resolved.world.size} ranks, but {dist.get_world_size()} were started; start "
+            "the run with `burst launch`"
+        )
+    return resolved, open_mesh(dist.get_rank(), resolved.degrees, device, resolved.world)
 
 
 def set_threads(config: RunConfig, device: torch.device, placement: Placement) -> None:

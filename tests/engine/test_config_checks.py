@@ -8,7 +8,7 @@ import pytest
 from typed_settings import cases, config
 
 from engine.config.errors import ConfigError
-from engine.resolve.rules import check_config, config_problems
+from engine.resolve.legality import check_run, problems
 
 RANKS4 = "cluster.ranks_per_node=4"
 TP2 = "parallel.tp_size=2 & cluster.ranks_per_node=2"
@@ -214,14 +214,14 @@ attention.preset=ring & parallel.cp_size=3
 def test_a_broken_rule_is_the_only_one_told(case: str) -> None:
     settings, text = case.split(" | ")
     with pytest.raises(ConfigError) as caught:
-        check_config(config(settings))
+        check_run(config(settings))
     (problem,) = caught.value.problems
     assert problem.startswith(text)
 
 
 @pytest.mark.parametrize("settings", ["", *LEGAL])
 def test_a_legal_configuration_passes(settings: str) -> None:
-    check_config(config(settings))
+    check_run(config(settings))
 
 
 def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> None:
@@ -229,7 +229,7 @@ def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> N
     told = {
         data: any(
             one.text.startswith(text)
-            for one in config_problems(config(f"model.init_from=/m & model.vocab_size=4096 & data.tokenizer={data}"))
+            for one in problems(config(f"model.init_from=/m & model.vocab_size=4096 & data.tokenizer={data}"))
         )
         for data in ("bpe", "bytes", __file__, "bpe & data.format=shards & data.paths=[/]")
     }
@@ -237,11 +237,11 @@ def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> N
 
 
 def test_what_ranks_find_each_other_by_is_not_set_by_hand_and_no_value_is_told() -> None:
-    (problem,) = config_problems(config('cluster.environment=["TOKEN=canary-7f3a\\n"]'))
+    (problem,) = problems(config('cluster.environment=["TOKEN=canary-7f3a\\n"]'))
     assert "canary" not in problem.text
     ours = ["BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"]
     theirs = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    found = config_problems(config(f"cluster.environment=[{', '.join(f'{name}=1' for name in (*ours, *theirs))}]"))
+    found = problems(config(f"cluster.environment=[{', '.join(f'{name}=1' for name in (*ours, *theirs))}]"))
     told = [*((name, "burst") for name in ours), *((name, "torchrun") for name in theirs)]
     assert [problem.text.partition(" for ")[0] for problem in found] == [
         f"cluster.environment[{index}]: {name} is set by {who}" for index, (name, who) in enumerate(told)
@@ -250,7 +250,7 @@ def test_what_ranks_find_each_other_by_is_not_set_by_hand_and_no_value_is_told()
 
 def test_paths_of_runs_on_other_machines_are_whole() -> None:
     given = "train.checkpoint.folder=a & model.init_from=c & data.mix_paths=[/d, e]"
-    found = config_problems(config(f"cluster.launcher=ssh & {given} & data.mix_weights=[1.0, 1.0, 1.0]"))
+    found = problems(config(f"cluster.launcher=ssh & {given} & data.mix_weights=[1.0, 1.0, 1.0]"))
     assert [problem.text.partition(" on the nodes")[0] for problem in found] == [
         "train.checkpoint.folder: got 'a', expected a path",
         "model.init_from: got 'c', expected a path",
@@ -270,14 +270,14 @@ def test_paths_of_runs_on_other_machines_are_whole() -> None:
 )
 def test_files_of_this_machine_are_looked_for_only_if_ranks_run_on_it(cluster: str, is_looked_for: bool) -> None:
     found = config(f"{cluster} & data.format=text & data.paths=[/none/corpus.txt]")
-    assert any("no such file" in problem.text for problem in config_problems(found)) == is_looked_for
+    assert any("no such file" in problem.text for problem in problems(found)) == is_looked_for
     assert found.cluster.runs_elsewhere != is_looked_for
 
 
 def test_all_broken_rules_are_told_at_once() -> None:
     optimizer = "optimizer.beta1=2.0 & optimizer.warmup_steps=500"
     broken = config(f"model.head_dim=63 & {optimizer} & train.profile=x & data.format=text & {RANKS4}")
-    keys = [problem.text.partition(":")[0].partition(" ")[0] for problem in config_problems(broken)]
+    keys = [problem.text.partition(":")[0].partition(" ")[0] for problem in problems(broken)]
     expected = "optimizer.beta1 model.head_dim optimizer.warmup_steps train.profile data.paths attention=single"
     assert keys == expected.split()
 
@@ -285,9 +285,9 @@ def test_all_broken_rules_are_told_at_once() -> None:
 def test_paths_start_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     relative = config("data.format=text & data.paths=[corpus.txt, corp*.txt]")
-    assert len(config_problems(relative)) == 2
+    assert len(problems(relative)) == 2
     monkeypatch.chdir(tmp_path)
-    assert config_problems(relative) == []
+    assert problems(relative) == []
 
 
 def test_of_nonsense_numbers_that_alone_is_told() -> None:
@@ -298,5 +298,5 @@ def test_of_nonsense_numbers_that_alone_is_told() -> None:
             *("parallel.dp_shard_size", "parallel.dp_replicate_size", "cluster.ranks_per_node"),
             *("cluster.topology_nodes", "attention.ring_inner_size", "attention.ring_outer_size"),
         ):
-            found = config_problems(config(f"{around} & {key}={value}"))
+            found = problems(config(f"{around} & {key}={value}"))
             assert [problem.keys for problem in found] == [(key,)], key

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.config.errors import BurstError
-from engine.runs.files import cache_folder, hash_json, new_folder, replace_file, replace_json, require_json_object, sync
+from engine.config.schema import hash_json
+from engine.runs.files import cache_folder, new_folder, replace_file, replace_json, require_json_object, sync
 
 
 def names(folder: Path) -> list[str]:

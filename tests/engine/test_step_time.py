@@ -7,14 +7,15 @@ from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import pytest
+from testkit.resolved import preview_of, step_of
 
 from burst_cli.compose import compose
 from engine.config.settings import AttentionConfig, MaskKind, RunConfig
-from engine.planning.topology import Topology, place_ranks
-from engine.predict.attention import preview_attention
+from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine, find_machine
-from engine.predict.step_time import predict_step, timed_ranks
+from engine.predict.step_time import timed_ranks
+from engine.resolve.degrees import place_ranks
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
 TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
@@ -24,7 +25,7 @@ def step_on(machine: Machine, *overrides: str) -> StepTime:
     config = compose(overrides).config
     cluster = config.cluster
     _, world = place_ranks(config.parallel, cluster.world_size or 1, cluster.topology_groups)
-    return predict_step(config, world, machine)
+    return step_of(config, world, machine)
 
 
 def only(**rates: Any) -> Machine:
@@ -188,8 +189,8 @@ def test_attention_takes_what_its_plans_take_under_every_policy(kinds: list[str]
     settings = [*SMALL, f"memory.activation_checkpoint={kinds[0]}", several, "memory.saved_fraction=0.25"]
     config, machine = compose([*settings, "train.grad_accum_steps=2"]).config, find_machine("cpu")
     parts, whole = (
-        predict_step(config, Topology(1, 4), machine).parts,
-        preview_attention(config, Topology(1, 4), machine),
+        step_of(config, Topology(1, 4), machine).parts,
+        preview_of(config, Topology(1, 4), machine),
     )
     found = (parts.attention_forward, parts.attention_again, parts.attention_backward, parts.attention_exposed)
     assert found == pytest.approx([2 * seconds for seconds in astuple(whole.time)])

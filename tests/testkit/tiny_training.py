@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.library import ContextParallel
+from engine.attention.library import ContextParallel, resolve_here
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import (
     AttentionConfig,
@@ -82,7 +82,7 @@ def mesh_of(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
 def start_run(config: RunConfig) -> TinyRun:
     """Mesh, model and optimizer of this rank."""
     mesh = mesh_of(config.parallel, config.cluster)
-    model, attention = build_model(config, mesh)
+    model, attention = build_model(resolve_here(config, mesh), mesh)
     return TinyRun(mesh, model, attention, TrainStep(config, mesh, model, attention))
 
 

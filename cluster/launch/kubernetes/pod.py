@@ -22,7 +22,7 @@ from engine.runs.folder import FINAL_STATES, RANK_LOGS_VARIABLE, RunFolder
 from engine.runs.process import NODE_VARIABLE
 
 # Files of the run folder, which come as variables: one object less to create, and to leave behind.
-FILES = {"config.yaml": "BURST_CONFIG", "memory_plan.json": "BURST_MEMORY_PLAN"}
+FILES = {"config.yaml": "BURST_CONFIG", "resolved.json": "BURST_RESOLVED", "memory_plan.json": "BURST_MEMORY_PLAN"}
 MARK = "@burst"
 RECORDS = ("metrics.jsonl", "events.jsonl")
 DOCUMENTS = ("run.json", "summary.json")

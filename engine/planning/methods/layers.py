@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.config.settings import RunConfig
+from engine.config.settings import MaskKind, RunConfig
 from engine.planning.checkpoint_policy import checkpoint_kinds, recompute_cut
-from engine.planning.methods.presets import AttentionMethod, legal_attention, legal_methods
-from engine.planning.topology import Topology
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
 
@@ -55,35 +54,49 @@ def _pairs(mask: Mask, recompute_before: int) -> AttendedPairs:
     return AttendedPairs(int(visible), int(again))
 
 
-def attended_pairs(layer_pattern: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
-    """Of all layers of so many equal sequences, over all ranks; `turn`: attention of the layers in turn."""
-    found = [layer_pattern[index % len(layer_pattern)].pairs for index in range(num_layers)]
+def attended_pairs(layers: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
+    """Of all layers of so many equal sequences, over all ranks; `layers`: those that repeat."""
+    found = [layers[index % len(layers)].pairs for index in range(num_layers)]
     return AttendedPairs(*(sequences * sum(counts) for counts in zip(*found, strict=True)))
+
+
+@dataclass(frozen=True)
+class LayerPattern:
+    """One of the layers that repeat: the name of its mask, and `recompute_before` as in `LayerAttention`."""
+
+    mask: MaskKind
+    recompute_before: int | None = None
+
+
+def layer_pattern(config: RunConfig, method: AttentionMethod) -> tuple[LayerPattern, ...]:
+    """The layers that repeat: layer i of a model is number i modulo their count."""
+    kinds = config.attention.mask_layers or (config.attention.mask,)
+    policies = checkpoint_kinds(config.memory)
+    cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
+    return tuple(
+        LayerPattern(kinds[i % len(kinds)], cuts[policies[i % len(policies)]])
+        for i in range(math.lcm(len(kinds), len(policies)))
+    )
+
+
+def build_layers(
+    pattern: Sequence[LayerPattern], config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
+) -> tuple[LayerAttention, ...]:
+    """The layers of a pattern with their masks over a sequence of the run. Raises ConfigError for a bad mask.
+
+    Args:
+        pattern: of the layers that repeat.
+        config: length of the sequence, options of the masks.
+        method: attention of all layers.
+        documents: start positions of packed documents that no attention crosses, or nothing.
+    """
+    attention, seq_len = config.attention, config.train.seq_len
+    masks = {kind: build_mask(kind, seq_len, attention, documents) for kind in {layer.mask for layer in pattern}}
+    return tuple(LayerAttention(masks[layer.mask], method, layer.recompute_before) for layer in pattern)
 
 
 def attention_layers(
     config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
 ) -> tuple[LayerAttention, ...]:
-    """The layers in turn; layer i of a model is number i modulo their count. Raises ConfigError for a bad mask.
-
-    `documents`: start positions of packed documents that no attention crosses, or nothing.
-    """
-    attention, seq_len = config.attention, config.train.seq_len
-    kinds = attention.mask_layers or (attention.mask,)
-    masks = {kind: build_mask(kind, seq_len, attention, documents) for kind in set(kinds)}
-    policies = checkpoint_kinds(config.memory)
-    cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
-    return tuple(
-        LayerAttention(masks[kinds[i % len(kinds)]], method, cuts[policies[i % len(policies)]])
-        for i in range(math.lcm(len(kinds), len(policies)))
-    )
-
-
-def check_attention(config: RunConfig, topology: Topology) -> None:
-    """Raise ConfigError for a method or a mask that the ranks of `topology` would refuse, before they are started."""
-    attention = config.attention
-    if attention.preset == "auto":
-        attention, method = legal_methods(config, topology)[0]
-    else:
-        method = legal_attention(config, topology)
-    attention_layers(replace(config, attention=attention), method)
+    """`build_layers` of the run's own `layer_pattern`."""
+    return build_layers(layer_pattern(config, method), config, method, documents)

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -53,14 +52,10 @@ from engine.parallel.parallelize import parallelize
 from engine.planning.checkpoint_policy import checkpoint_kinds
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.topology import Topology, resolve_degrees
-from engine.predict.machine import Machine, machine_of
+from engine.planning.topology import Degrees, Topology
 from engine.predict.memory import IDLE_S, DeviceKind, MemoryPrediction
 from engine.predict.memory_ranks import reserve_bytes, worst_ranks
 from engine.predict.policy_cost import layers_on_host
-from engine.predict.step_time import predict_step
-from engine.resolve.attention import resolve_attention
-from engine.resolve.auto import resolve_auto
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
 from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed_runtime
 from engine.training.train_step import RankBatch, TrainStep
@@ -68,7 +63,9 @@ from engine.training.train_step import RankBatch, TrainStep
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 
-def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -> MemoryPrediction:
+def predict_memory(
+    config: RunConfig, method: AttentionMethod, world: Topology, *, whole: bool = False
+) -> MemoryPrediction:
     """The prediction for the ranks of `world`, on the CPU under cluster.backend=gloo, else CUDA; sends nothing.
 
     whole   runs all layers, where a few layers say the same (`shortened`)
@@ -82,7 +79,7 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
             "process of its own"
         )
     started = time.perf_counter()
-    scene = _Scene(config, world)
+    scene = _Scene(config, method, world)
     found = [scene.predict(rank, whole=whole) for rank in worst_ranks(scene.config, scene.method)]
     largest = max(found, key=lambda prediction: prediction.device_peak_bytes)
     host = max(found, key=lambda prediction: prediction.host_peak_bytes)
@@ -95,18 +92,17 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
 
 
 class _Scene:
-    """A configuration on ranks that are imagined; `config` and `method` are resolved."""
+    """A configuration and its attention on ranks that are imagined."""
 
-    def __init__(self, config: RunConfig, topology: Topology) -> None:
+    def __init__(self, config: RunConfig, method: AttentionMethod, topology: Topology) -> None:
         # Without a limit: what does not fit is to be predicted, too.
         memory, train = replace(config.memory, host_bytes=None), replace(config.train, compile=False)
         self._topology = topology
         self._kind: DeviceKind = "cpu" if config.cluster.backend == "gloo" else "cuda"
-        self._degrees = resolve_degrees(config.parallel, topology.size)
+        parallel = config.parallel
+        self._degrees = Degrees(parallel.dp_replicate_size, parallel.dp_shard_size, method.cp_size, parallel.tp_size)
         self._cp_topology = self._degrees.cp_topology(topology)
-        machine = machine_of(config)
-        self.config = resolve_auto(replace(config, memory=memory, train=train), self._cp_topology, machine).config
-        self.method: AttentionMethod = resolve_attention(self.config, self._cp_topology, machine)
+        self.config, self.method = replace(config, memory=memory, train=train), method
 
     def predict(self, rank: int, *, whole: bool) -> MemoryPrediction:
         """The prediction of one rank."""
@@ -260,13 +256,9 @@ def main() -> None:
         while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
             request = json.loads(line)
             try:
-                config = config_from_dict(yaml.safe_load(request["config"]))
-                world = Topology(request["nodes"], request["local_ranks"])
-                if "machine" in request:
-                    machine, _ = read_dataclass(Machine, request["machine"])
-                    answer = asdict(predict_step(config, world, machine))
-                else:
-                    answer = asdict(predict_memory(config, world))
+                config, world = config_from_dict(request["config"]), Topology(**request["world"])
+                method, _ = read_dataclass(AttentionMethod, request["method"])
+                answer = asdict(predict_memory(config, method, world))
             except ConfigError as error:
                 answer = {"problems": list(error.problems)}
             print(json.dumps(answer), file=answers, flush=True)

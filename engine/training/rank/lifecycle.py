@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.config.errors import BurstError
-from engine.config.settings import load_config
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError, describe_error
 from engine.runs.oom import less_memory_text
 from engine.runs.process import RUN_ID_VARIABLE
+from engine.runs.record import resolved_config
 from engine.training.rank.process import RankStatus
 
 
@@ -59,7 +59,7 @@ def _end(run: RunFolder, status: RankStatus, rank: int, error: BaseException) ->
     facts, advice = describe_error(error), None
     if facts["memory"] is not None:  # what makes the run need less of it
         with contextlib.suppress(BurstError):
-            advice = less_memory_text(load_config(run.path / "config.yaml"), facts["memory"]["where"])
+            advice = less_memory_text(resolved_config(run.path), facts["memory"]["where"])
     kept = {key: facts[key] for key in ("kind", "type", "message", "exit_code", "memory")}
     failure = {**kept, "rank": rank, "step": status.step, "phase": status.phase, "advice": advice}
     return "oom" if facts["kind"] == "oom" else "failed", {"exit_code": facts["exit_code"], "failure": failure}

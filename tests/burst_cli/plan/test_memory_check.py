@@ -9,24 +9,25 @@ from pathlib import Path
 
 import pytest
 from testkit.fake_plan import node_facts
+from testkit.resolved import step_of
 from testkit.sections import changed
 from testkit.terminal import lines_of
 
 from burst_cli.compose import compose
-from burst_cli.launch.prepare import launch_notes
+from burst_cli.launch.prepare import launch_notes, with_run
 from burst_cli.plan.candidates import Plan
-from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
+from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory
 from burst_cli.plan.table import answer_view, details_view
 from cluster.launch.local import build_local_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
-from engine.predict.flops import StepTime
 from engine.predict.machine import find_machine
 from engine.predict.memory import Capacity, Gpu, Hardware, MemoryPrediction, shared_predictor
-from engine.predict.step_time import predict_step
-from engine.resolve.memory import resolve_memory
+from engine.resolve.run import resolve_run
+from engine.runs.folder import RESOLVED_FILE
 
 GIB = 2**30
 GPUS = ClusterConfig(ranks_per_node=4, backend="nccl")
@@ -47,24 +48,26 @@ def need(device_gib: float, host_gib: float = 0.0) -> MemoryPrediction:
 def check(
     answer: MemoryPrediction | RunError, config: RunConfig = CONFIG, hardware: Hardware = H100, *, force: bool = True
 ) -> MemoryCheck:
-    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+    def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         if isinstance(answer, RunError):
             raise answer
         return answer
 
-    return check_memory(config, MemoryPlanner(hardware, predict, predict_step), force=force)
+    planner = MemoryPlanner(hardware, predict)
+    return check_memory(planner.resolve(config), planner, force=force)
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
 def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
     asked: list[RunConfig] = []
 
-    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+    def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         asked.append(config)
         return need(79, 24)
 
     config = changed(CONFIG, memory={"activation_checkpoint": policy})
-    check = check_memory(config, MemoryPlanner(H100, predict, predict_step))
+    planner = MemoryPlanner(H100, predict)
+    check = check_memory(planner.resolve(config), planner)
     assert (len(asked), check.problems) == (1, [])
     assert check.needs == "79 GiB of 80 GiB on NVIDIA H100, 96 GiB of 100 GiB of host memory per node"
     document = check.to_dict()
@@ -98,12 +101,13 @@ def test_refusal_says_by_how_much_where_why_and_what_to_do_unless_it_is_forced()
 
 
 def test_refusal_names_the_policy_that_would_fit() -> None:
-    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+    def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         return need(10 if config.memory.tile_tokens else 95)
 
     long = dataclasses.replace(CONFIG, train=TrainConfig(seq_len=2**20))
+    planner = MemoryPlanner(H100, predict)
     with pytest.raises(ConfigError, match=r"What helps: memory=auto would fit with .* memory\.tile_tokens="):
-        check_memory(long, MemoryPlanner(H100, predict, predict_step))
+        check_memory(planner.resolve(long), planner)
 
 
 @pytest.mark.parametrize(("device_gib", "needs", "fits"), [(5, "8 GiB of 8 GiB on cpu", True), (6, "9 GiB of", False)])
@@ -125,16 +129,17 @@ def test_host_memory_can_be_what_is_missing() -> None:
     )
 
 
-def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -> None:
-    def fail(*_: object) -> StepTime:
-        raise RunError("no torch here.")
+def test_open_policy_counts_as_one_that_computes_nothing_again() -> None:
+    planner = MemoryPlanner(H100)
+    step, open_step = (planner.predict_time(planner.resolve(one, search=False)) for one in (CONFIG, OPEN))
+    assert step is not None
+    assert open_step is not None
+    assert open_step.seconds < step.seconds
 
-    found = MemoryPlanner(H100, timer=fail).predict_time(CONFIG)
-    assert found is not None
-    assert found == MemoryPlanner(H100).predict_time(CONFIG)  # as that process says it
-    kept = MemoryPlanner(H100, timer=fail).predict_time(OPEN)
-    assert (kept or found).seconds < found.seconds  # nothing is computed twice
-    assert MemoryPlanner(Hardware((Gpu("Strange 1", 80 * GIB),), None, ""), timer=fail).predict_time(CONFIG) is None
+
+def test_time_of_an_unknown_device_is_not_predicted() -> None:
+    planner = MemoryPlanner(Hardware((Gpu("Strange 1", 80 * GIB),), None, ""))
+    assert planner.predict_time(planner.resolve(CONFIG)) is None
 
 
 def test_what_is_not_known_is_started_with_a_warning() -> None:
@@ -155,8 +160,9 @@ def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(
     assert found.config.memory.activation_checkpoint == "none"  # there is room for everything
     assert launch_notes(found).plain.startswith("memory.activation_checkpoint=auto: none, on ")
     on_gpus = dataclasses.replace(node_facts(), gpus=4)
-    files = dict(with_memory(build_local_plan(found.config, on_gpus, tmp_path / "run"), found).files)
-    assert "activation_checkpoint: none" in files["config.yaml"]
+    files = dict(with_run(build_local_plan(OPEN, on_gpus, tmp_path / "run"), found).files)
+    assert "activation_checkpoint: auto" in files["config.yaml"], "what was asked for is lost"
+    assert json.loads(files[RESOLVED_FILE])["run"]["config"]["memory"]["activation_checkpoint"] == "none"
     assert json.loads(files[MEMORY_PLAN_FILE]) == found.to_dict()
     assert "full, on host" in [candidate["name"] for candidate in found.to_dict()["candidates"]]
     with pytest.raises(ConfigError, match="15 GiB more than"):
@@ -166,8 +172,7 @@ def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(
 
 def test_memory_in_a_plan_is_shown_by_component_with_the_policies_it_was_chosen_from() -> None:
     found = check(dataclasses.replace(need(95, 200), reserve_bytes=GIB), OPEN)
-    world, machine = Topology(1, 4), find_machine("h100")
-    plan = Plan(found.config, world, machine, predict_step(found.config, world, machine), found)
+    plan = Plan(found.run, step_of(found.config, Topology(1, 4), find_machine("h100")), found)
     lines = [re.sub(r"[\d.]+ ms", "#", line.strip("│┃ ")) for line in lines_of(answer_view(plan), details_view(plan))]
     reserved = "(1 GiB of it reserved for CUDA, NCCL and fragmentation)"
     missing = f"800 GiB of 100 GiB of host memory per node {reserved}, 175 GiB per rank are missing in the device"
@@ -201,7 +206,7 @@ def test_policies_are_named_by_their_settings() -> None:
 def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_its_host() -> None:
     room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
     settings = compose(["exp=llama8b_512k"]).config
-    choice = resolve_memory(settings, Topology(1, 1), room, shared_predictor().predict, find_machine("h200"))
+    choice = resolve_run(settings, Topology(1, 1), find_machine("h200"), room, shared_predictor().predict)
     memory = choice.config.memory
-    assert (choice.fits, memory.activation_checkpoint, memory.activation_store) == (True, "full", "host")
+    assert (choice.memory_fits, memory.activation_checkpoint, memory.activation_store) == (True, "full", "host")
     assert 1 < (memory.host_layers or 32) < 32

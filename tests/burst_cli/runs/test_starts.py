@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from burst_cli.plan.memory_check import MemoryPlanner, estimate
+from burst_cli.plan.memory_check import Estimate, MemoryPlanner, estimate
 from burst_cli.runs.starts import earlier_start_s
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, RunConfig, TrainConfig
@@ -28,16 +28,21 @@ def run_that_started_in(runs_dir: Path, name: str, start_s: int, world_size: int
     return path
 
 
-def test_expected_time_without_earlier_runs_is_that_of_the_steps() -> None:
-    found = estimate(CONFIG, MemoryPlanner())
+def expected() -> Estimate:
+    planner = MemoryPlanner()
+    run = planner.resolve(CONFIG)
+    found = estimate(run, planner.predict_time(run))
     assert found is not None
+    return found
+
+
+def test_expected_time_without_earlier_runs_is_that_of_the_steps() -> None:
+    found = expected()
     assert found.seconds == 10 * found.step_s, "a start that nothing measured is in the expected time"
 
 
 def test_expected_time_says_that_an_unknown_start_is_left_out() -> None:
-    found = estimate(CONFIG, MemoryPlanner())
-    assert found is not None
-    assert "without the start" in found.source
+    assert "without the start" in expected().source
 
 
 def test_start_is_the_median_of_earlier_runs_of_the_experiment_on_as_many_ranks(tmp_path: Path) -> None:

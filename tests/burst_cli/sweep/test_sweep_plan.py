@@ -19,9 +19,9 @@ from cluster.launch.local import probe_local_node
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.memory import Hardware, MemoryPrediction
-from engine.predict.step_time import predict_step
 
 
 class Judge:
@@ -32,11 +32,9 @@ class Judge:
             raise ConfigError([f"train.seq_len={config.train.seq_len} is odd"])
         return config
 
-    def shortage(self, config: RunConfig) -> str | None:
-        return "does not fit" if config.train.seq_len > 4000 else None
-
-    def estimate(self, config: RunConfig) -> Estimate | None:
-        return Estimate(float(config.train.seq_len), 4, "a guess")
+    def expect(self, config: RunConfig, *, is_known: bool = False) -> tuple[str | None, Estimate]:
+        too_long = config.train.seq_len > 4000 and not is_known
+        return "does not fit" if too_long else None, Estimate(float(config.train.seq_len), 4, "a guess")
 
 
 def compose(words: Sequence[str]) -> RunConfig:
@@ -145,28 +143,30 @@ CONFIG = RunConfig(
 
 
 def test_a_cell_takes_its_predicted_steps_where_its_ranks_and_its_method_are_known() -> None:
-    step = MemoryPlanner().predict_time(CONFIG)
+    run = MemoryPlanner().resolve(CONFIG)
+    step = MemoryPlanner().predict_time(run)
     assert step is not None
     judge = LaunchJudge(probe_local_node(), MemoryPlanner())
-    assert judge.estimate(CONFIG) == Estimate(
+    assert judge.expect(CONFIG, is_known=True)[1] == Estimate(
         10 * step.seconds, 2, "the prediction for cpu, without the start", step.seconds
     )
     unsettled = AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz")
     unknown = replace(CONFIG, cluster=ClusterConfig()), replace(CONFIG, attention=unsettled)
-    assert [judge.estimate(config) for config in unknown] == [None, None]
+    assert [judge.expect(config, is_known=True) for config in unknown] == [(None, None)] * 2
 
 
-def needs_a_gib(config: RunConfig, world: Topology) -> MemoryPrediction:
+def needs_a_gib(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
     components = {"device": {"loss": 2**30}, "host": {}}
     return MemoryPrediction("cpu", 2, 0, 2**30, 0, "loss", components, {}, reserve_bytes=0, seconds=0.0)
 
 
 def test_a_cell_is_judged_as_its_launch_would() -> None:
-    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib, predict_step))
-    assert (judge.shortage(CONFIG) or "").startswith("does not fit: a rank needs 1 GiB, 768 MiB more than the 256 MiB")
+    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib))
+    shortage = judge.expect(CONFIG)[0] or ""
+    assert shortage.startswith("does not fit: a rank needs 1 GiB, 768 MiB more than the 256 MiB")
     elsewhere = replace(CONFIG, cluster=replace(CONFIG.cluster, launcher="ssh", nodes="n1"))
     unknown, forced = replace(CONFIG, cluster=ClusterConfig()), replace(judge, force=True)
-    assert [judge.shortage(elsewhere), judge.shortage(unknown), forced.shortage(CONFIG)] == [None] * 3
+    assert [judge.expect(elsewhere)[0], forced.expect(CONFIG)[0]] == [None, None]
     assert judge.settle(unknown).cluster.world_size is not None
     with pytest.raises(ConfigError, match="x cp_size 3 = 3, but there are 2 ranks"):
         judge.settle(replace(CONFIG, parallel=ParallelConfig(cp_size=3)))

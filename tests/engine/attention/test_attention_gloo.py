@@ -11,7 +11,7 @@ import torch
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
 from engine.attention.buffers import BufferLocation, BufferPool, allocate_bytes
-from engine.attention.library import ContextParallel, open_channels
+from engine.attention.library import ContextParallel, open_channels, resolve_here
 from engine.attention.transport import P2POp, Transport
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -70,7 +70,8 @@ def config_of(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int
 
 def build(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int) -> ContextParallel:
     config = config_of(seq_len, kv_heads, attention, nodes)
-    return ContextParallel.of_run(config, build_mesh(config.parallel, config.cluster))
+    mesh = build_mesh(config.parallel, config.cluster)
+    return ContextParallel.of_run(resolve_here(config, mesh), mesh)
 
 
 def local_rows(attention: ContextParallel, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def ends_met_and_used(seq_len: int, nodes: int) -> tuple[set[Any], set[Any]]:
     config = config_of(seq_len, 2, {"preset": "burst"}, nodes)
     mesh = build_mesh(config.parallel, config.cluster)
     recording = Recording(open_channels(config, mesh))
-    layer = ContextParallel.of_run(config, mesh, recording)
+    layer = ContextParallel.of_run(resolve_here(config, mesh), mesh, recording)
     met, recording.ends = recording.ends, set()
     inputs = random_inputs(seq_len, HEADS, 2, HEAD_DIM)
     q, k, v = (local_rows(layer, x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
@@ -157,7 +158,8 @@ def multiprocessors_left() -> list[int | None]:
     found = []
     for count in (8, None):
         config = replace(config_of(8, 2, {"preset": "single"}, 1), parallel=ParallelConfig(comm_sms=count))
-        ContextParallel.of_run(config, build_mesh(config.parallel, config.cluster))
+        mesh = build_mesh(config.parallel, config.cluster)
+        ContextParallel.of_run(resolve_here(config, mesh), mesh)
         found.append(torch._C._get_sm_carveout_experimental())
     return found
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from testkit.resolved import preview_of
 
 from engine.config.cluster import ClusterConfig, MachineConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.topology import Topology
-from engine.predict.attention import preview_attention
 from engine.predict.machine import find_machine, machine_of
 from engine.predict.step_time import timed_ranks
-from engine.resolve.attention import proxy_topology
-from engine.resolve.auto import resolve_auto
+from engine.resolve.attention import proxy_group, rank_methods, select_preset
+from engine.resolve.decisions import Rule
 
 AUTO = RunConfig(
     model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),
@@ -26,48 +26,50 @@ NODES = Topology(2, 4)
 
 
 def test_the_first_is_fastest_within_one_percent_and_a_named_preset_replaces_auto() -> None:
-    choice = resolve_auto(AUTO, NODES, SLOW_RAILS)
-    best, *others = choice.candidates
+    attention, decision = select_preset(AUTO, NODES, SLOW_RAILS)
+    best, *others = decision.candidates
     assert all(best.seconds <= 1.01 * other.seconds for other in others)
     assert [c.seconds for c in others] == sorted(c.seconds for c in others)
-    assert choice.config.attention.preset == best.method.preset != "auto"
-    assert best.method.preset in choice.reason
-    seconds = {c.method.preset: c.seconds for c in reversed(choice.candidates)}  # slow links put flat rings last
+    assert attention.preset == best.method.preset != "auto"
+    assert decision.value == best.method.preset
+    assert decision.rule == Rule.FASTEST
+    seconds = {c.method.preset: c.seconds for c in reversed(decision.candidates)}  # slow links put flat rings last
     nested, flat = ("burst", "loongtrain", "burst_ulysses"), ("ring", "striped")
     assert max(seconds[name] for name in nested) < min(seconds[name] for name in flat)
-    methods = [replace(c.method, preset="auto", reason="") for c in choice.candidates]  # none comes twice
+    methods = [replace(c.method, preset="auto") for c in decision.candidates]  # none comes twice
     assert len(methods) == len(set(methods)) > 8
 
 
 def test_axes_that_are_configured_stay() -> None:
     config = replace(AUTO, attention=replace(AUTO.attention, layout="striped", gradient_wire_dtype="bfloat16"))
-    for candidate in resolve_auto(config, NODES, SLOW_RAILS).candidates:
+    for candidate in rank_methods(config, NODES, SLOW_RAILS):
         assert candidate.method.layout == "striped"
         assert candidate.method.gradient_wire_dtype == "bfloat16"
     config = replace(AUTO, attention=AttentionConfig(preset="ring"))
-    choice = resolve_auto(config, NODES, SLOW_RAILS)
-    assert choice.config == config
-    assert choice.candidates == ()
+    attention, decision = select_preset(config, NODES, SLOW_RAILS)
+    assert attention == config.attention
+    assert decision.rule == Rule.CONFIGURED
+    assert decision.candidates == ()
 
 
 def test_when_nothing_is_legal_the_rules_are_listed() -> None:
     config = replace(AUTO, attention=replace(AUTO.attention, layout="chunk_cyclic"))
     with pytest.raises(ConfigError, match="chunk_cyclic orders tokens by chunks"):
-        resolve_auto(config, NODES, SLOW_RAILS)
+        select_preset(config, NODES, SLOW_RAILS)
 
 
 def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_planned_as_they_are() -> None:
     topology, machine = Topology(8, 8), find_machine("h100")
     config = replace(AUTO, train=TrainConfig(seq_len=64 * 1024))
-    small, group = proxy_topology(config, topology, 32)
+    small, group = proxy_group(config, topology, 32)
     assert group.local_ranks == 8
     assert group.size == 16
     assert small.train.seq_len / group.size == config.train.seq_len / topology.size
-    choice = resolve_auto(config, topology, machine)
-    assert len(choice.candidates) == 2
-    for candidate in choice.candidates:
+    candidates = rank_methods(config, topology, machine)
+    assert len(candidates) == 2
+    for candidate in candidates:
         planned = replace(config, attention=candidate.attention)
-        preview = preview_attention(planned, topology, machine, timed_ranks(planned, topology))
+        preview = preview_of(planned, topology, machine, timed_ranks(planned, topology))
         assert candidate.seconds == preview.time.seconds
 
 

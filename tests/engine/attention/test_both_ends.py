@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_checks import same_but_for_step_numbers
 from plan_rules import check_rules
+from testkit.resolved import method_of
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
@@ -13,7 +14,6 @@ from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import PRESETS
 from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.topology import Topology
-from engine.resolve.attention import resolve_attention
 
 TOPOLOGIES = {"2x2": Topology(2, 2), "3x2": Topology(3, 2), "2x3": Topology(2, 3)}
 DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]
@@ -30,7 +30,7 @@ def plans_of(preset: str, circulates: str, mask: str, topology: Topology, rank: 
     )
     model = ModelConfig(num_heads=12, num_kv_heads=12, head_dim=8)
     config = RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=72))
-    method = resolve_attention(config, topology)
+    method = method_of(config, topology)
     layers = attention_layers(config, method)
     layer = layers[0]
     return plan_method(layer.method, layer.mask, divide_run(config, method, layers), rank)

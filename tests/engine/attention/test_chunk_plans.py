@@ -13,7 +13,7 @@ from engine.planning.schedules.plan import plan_method
 from engine.planning.visibility.mask import Mask
 
 ROWS = 23
-BASE = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=3, chunk_store="host")
+BASE = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", chunk_tokens=3, chunk_store="host")
 
 
 def method(heads: int = 1, inner: int = 1, outer: int = 1, **changes: object) -> AttentionMethod:

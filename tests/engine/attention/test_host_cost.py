@@ -83,7 +83,7 @@ def python_calls(run: Callable[[], object]) -> int:
 def passes(circulates: str) -> tuple[AttentionRuntime, dict[str, Callable[[], object]]]:
     """The middle rank of a causal ring over streams, and its two passes."""
     topology, idle = Topology(1, RANKS), IdleStreams()
-    method = AttentionMethod("burst", "zigzag", 1, RANKS, circulates, "float32", "test")  # type: ignore[arg-type]
+    method = AttentionMethod("burst", "zigzag", 1, RANKS, circulates, "float32")  # type: ignore[arg-type]
     transport = StreamTransport(idle, idle, Meter(topology, RANKS // 2))
     group = AttentionGroup(RANKS // 2, topology, transport, IdleKernel())
     (runtime,) = build_context(group, [LayerAttention(Mask(RANKS * ROWS), method)], RANKS * ROWS).runtimes

@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 from plan_checks import check_plans, windows
 from testkit.covering import Case, covering_cases, pairs_of
+from testkit.resolved import method_of
 
 from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
@@ -24,7 +25,6 @@ from engine.planning.methods.presets import PRESETS
 from engine.planning.program.ops import HOST_CHANNELS
 from engine.planning.schedules.plan import channels_of, plan_method
 from engine.planning.topology import Topology, padded_length
-from engine.resolve.attention import resolve_attention
 
 ROWS = 41  # a prime: every group of several ranks has a padded tail
 STARTS = (0, 1, 2, 3, 11, 20, 21, 33, 40)  # documents of one token, and some across the edges of every chunk
@@ -109,9 +109,7 @@ def refused(preset: str, topology: str, layout: str, variant: str, heads: str, g
     """Whether such a configuration is illegal; masks, memory and kernels go with everything."""
     case = {"preset": preset, "topology": topology, "layout": layout, "variant": variant, "heads": heads}
     try:
-        resolve_attention(
-            config_of({**case, "grouping": grouping, "mask": "causal", "keeps": "all"}), TOPOLOGIES[topology]
-        )
+        method_of(config_of({**case, "grouping": grouping, "mask": "causal", "keeps": "all"}), TOPOLOGIES[topology])
     except ConfigError:
         return True
     return False
@@ -131,7 +129,7 @@ CASES = covering_cases(AXES, is_legal)
 def test_every_method_equals_dense_attention(number: int) -> None:
     case = CASES[number]
     config, topology = config_of(case), TOPOLOGIES[case["topology"]]
-    method = resolve_attention(config, topology)
+    method = method_of(config, topology)
     method = replace(method, deferred_local_tiles=DEFERRED.get(case["variant"], method.deferred_local_tiles))
     (layer,) = attention_layers(config, method, STARTS if config.attention.documents else ())
     blocks = divide_sequence(layer.method, padded_length(ROWS, topology.size, 1), [layer.mask])

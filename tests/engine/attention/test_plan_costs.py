@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from attention_oracle import ring_method
+from testkit.resolved import method_of
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.blocks import divide_sequence
@@ -20,7 +21,6 @@ from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask, halves
 from engine.planning.visibility.visible import Visibility
-from engine.resolve.attention import resolve_attention
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
 DOUBLE = [(2, 2), (2, 3), (3, 2), (4, 2)]
@@ -114,7 +114,7 @@ def forward_bytes(seq_len: int, **attention: object) -> int:
         attention=AttentionConfig(**attention),  # type: ignore[arg-type]
         train=TrainConfig(seq_len=seq_len),
     )
-    (layer,) = attention_layers(config, resolve_attention(config, Topology(1, 8)))
+    (layer,) = attention_layers(config, method_of(config, Topology(1, 8)))
     return sum(sent_by(plans_of(layer.method, layer.mask).forward))
 
 
@@ -253,7 +253,7 @@ def test_one_rank_of_128_plans_itself_alone(preset: Any) -> None:
         attention=AttentionConfig(preset=preset),
         train=TrainConfig(seq_len=seq_len),
     )
-    method = resolve_attention(config, topology)
+    method = method_of(config, topology)
     blocks = divide_sequence(method, seq_len)
     plans = plan_method(method, Mask(seq_len), blocks, 77)
     assert set(plans.forward.ranks) == set(plans.backward.ranks) == {77}

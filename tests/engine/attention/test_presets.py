@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from testkit.resolved import method_of, preview_of
 
 from engine.config.errors import ConfigError
 from engine.config.settings import (
@@ -21,18 +21,21 @@ from engine.config.settings import (
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.topology import Topology
-from engine.predict.attention import preview_attention
-from engine.predict.machine import Machine, find_machine
-from engine.resolve.attention import resolve_attention
+from engine.predict.machine import Machine, find_machine, machine_of
+from engine.resolve.attention import select_circulation
+from engine.resolve.decisions import Rule
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
 GQA = replace(MHA, num_kv_heads=8)
 
 
-def resolve(preset: str, model: ModelConfig = MHA, nodes: int = 2, local: int = 4, **fields: object):
+def config_with(preset: str, model: ModelConfig = MHA, **fields: object) -> RunConfig:
     attention = AttentionConfig(preset=preset, **fields)  # type: ignore[arg-type]
-    config = RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=1 << 20))
-    return resolve_attention(config, Topology(nodes, local))
+    return RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=1 << 20))
+
+
+def resolve(preset: str, model: ModelConfig = MHA, nodes: int = 2, local: int = 4, **fields: object):
+    return method_of(config_with(preset, model, **fields), Topology(nodes, local))
 
 
 SHAPES = {  # ranks that divide the heads, of an inner ring, of an outer one; the layout
@@ -67,7 +70,7 @@ def predicted(preset: str, model: ModelConfig, topology: Topology, machine: Mach
         memory=MemoryConfig(activation_checkpoint="none"),
         train=TrainConfig(seq_len=seq_len),
     )
-    preview = preview_attention(config, topology, machine)
+    preview = preview_of(config, topology, machine)
     return sum(one.timeline.total_s for one in preview.passes), sum(one.tiles for one in preview.passes)
 
 
@@ -76,22 +79,17 @@ SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})
 
 def burst_method(model: ModelConfig, machine: Machine) -> AttentionMethod:
     config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 14))
-    return resolve_attention(config, Topology(2, 4), machine)
+    return method_of(config, Topology(2, 4), machine)
 
 
 def test_q_circulates_with_multi_head_attention() -> None:
     method = burst_method(MHA, SLOW_RAILS)
     assert method.backward_circulates == "q"
-    assert method.reason.startswith(
-        "auto: q circulates, 2 local tiles deferred; multi-head attention, per token and hop: "
-    )
+    assert method.deferred_local_tiles == 2
 
 
 def test_kv_circulates_with_grouped_query_attention() -> None:
-    method = burst_method(GQA, SLOW_RAILS)
-    sizes = f"kv {2 * 8 * 128 * (2 + 4)} B, q {32 * (2 * 128 * 2 + 2 * 4 + 128 * 4)} B"  # gradients in fp32
-    assert method.backward_circulates == "kv"
-    assert f"grouped-query attention with 4 query heads per kv head, per token and hop: {sizes} (kv " in method.reason
+    assert burst_method(GQA, SLOW_RAILS).backward_circulates == "kv"
 
 
 def test_kv_circulates_over_links_that_cost_nothing() -> None:
@@ -124,11 +122,11 @@ def test_burst_is_predicted_no_slower_than_ring_or_than_either_direction(
 @pytest.mark.parametrize(
     ("nodes", "local", "fields", "weighed"),
     [
-        (2, 4, {}, ["kv", "q", "kv1", "q1", "kv2", "q2"]),  # tiles that are deferred
-        (2, 1, {}, ["kv", "q", "kv1", "q1"]),
+        (2, 4, {}, ["kv", "q", "kv, 1 deferred", "q, 1 deferred", "kv, 2 deferred", "q, 2 deferred"]),
+        (2, 1, {}, ["kv", "q", "kv, 1 deferred", "q, 1 deferred"]),
         (1, 8, {}, ["kv", "q"]),
         (1, 1, {}, []),
-        (2, 4, {"backward_circulates": "q"}, ["q", "q1", "q2"]),
+        (2, 4, {"backward_circulates": "q"}, ["q", "q, 1 deferred", "q, 2 deferred"]),
         (1, 4, {"backward_circulates": "kv"}, []),
         (2, 4, {"chunk_tokens": 1 << 16}, []),
         (2, 4, {"preset": "ring", "backward_circulates": "auto"}, ["kv", "q"]),
@@ -136,10 +134,10 @@ def test_burst_is_predicted_no_slower_than_ring_or_than_either_direction(
     ],
 )
 def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, Any], weighed: list[str]) -> None:
-    reason = resolve(**{"preset": "burst", "model": GQA, "nodes": nodes, "local": local, **fields}).reason
-    found = re.findall(r"(kv|q)(?: with (\d) deferred)? [\d.e+-]+ s\b", reason)
-    assert [direction + count for direction, count in found] == weighed
-    assert reason.startswith("auto: " if weighed else "as configured: kv circulates; ")
+    config = config_with(**{"preset": "burst", "model": GQA, **fields})
+    _, decision = select_circulation(config, Topology(nodes, local), machine_of(config))
+    assert list(decision.figures) == weighed
+    assert decision.rule == (Rule.FASTEST if weighed else Rule.CONFIGURED)
 
 
 def test_settings_override_a_preset() -> None:
@@ -234,12 +232,12 @@ def test_all_gather_leaves_nothing_to_turn_around_or_to_circulate() -> None:
 def test_an_inner_ring_that_crosses_nodes_is_warned_of() -> None:
     topology = Topology(2, 4)
     config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=8, ring_outer_size=1))
-    assert warnings_of(resolve_attention(config, topology), topology) == []  # a flat ring is what it says
+    assert warnings_of(method_of(config, topology), topology) == []  # a flat ring is what it says
     config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=1, ring_outer_size=8))
-    assert warnings_of(resolve_attention(config, topology), topology) == []
+    assert warnings_of(method_of(config, topology), topology) == []
     odd = Topology(3, 2)
     config = RunConfig(attention=AttentionConfig(preset="burst", ring_inner_size=3, ring_outer_size=2))
-    assert "inner hops cross nodes" in warnings_of(resolve_attention(config, odd), odd)[0]
+    assert "inner hops cross nodes" in warnings_of(method_of(config, odd), odd)[0]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +256,7 @@ def test_where_documents_are_apart_work_is_balanced_by_their_lengths(
     attention: dict[str, Any], others: dict[str, Any], layout: str
 ) -> None:
     config = RunConfig(attention=AttentionConfig(**{"preset": "ring", **attention}), **others)
-    assert resolve_attention(config, Topology(1, 4)).layout == layout
+    assert method_of(config, Topology(1, 4)).layout == layout
 
 
 def layers_of(
@@ -271,7 +269,7 @@ def layers_of(
         memory=memory,
         train=TrainConfig(seq_len=seq_len),
     )
-    method = resolve_attention(config, Topology(1, 4))
+    method = method_of(config, Topology(1, 4))
     return method, [layer.recompute_before for layer in attention_layers(config, method)]
 
 

@@ -7,11 +7,12 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+from testkit.resolved import preview_of
 
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.program.ops import LinkBytes
 from engine.planning.topology import Topology, padded_length
-from engine.predict.attention import AttentionPreview, preview_attention
+from engine.predict.attention import AttentionPreview
 from engine.predict.flops import attention_pairs
 from engine.predict.machine import find_machine
 
@@ -29,12 +30,12 @@ def config_of(preset: str, **settings: object) -> RunConfig:
     )
 
 
-def preview_of(preset: str, size: int = 4, nodes: int = 1, **settings: object) -> AttentionPreview:
-    return preview_attention(config_of(preset, **settings), Topology(nodes, size // nodes), CPU)
+def preview_of_preset(preset: str, size: int = 4, nodes: int = 1, **settings: object) -> AttentionPreview:
+    return preview_of(config_of(preset, **settings), Topology(nodes, size // nodes), CPU)
 
 
 def test_a_double_ring_sends_one_block_per_cycle_to_the_other_node() -> None:
-    forward, *_ = preview_of("burst", 8, nodes=2, mask="full", layout="contiguous").passes
+    forward, *_ = preview_of_preset("burst", 8, nodes=2, mask="full", layout="contiguous").passes
     block = TOKENS // 8 * KV_WIDTH * 2
     assert forward.busiest_links == LinkBytes(intra_bytes=2 * (4 - 1) * block, inter_bytes=block)
 
@@ -42,7 +43,7 @@ def test_a_double_ring_sends_one_block_per_cycle_to_the_other_node() -> None:
 def test_sequences_of_a_micro_batch_travel_together() -> None:
     config = config_of("ring")
     doubled = replace(config, train=replace(config.train, micro_batch_size=2))
-    one, two = (preview_attention(c, Topology(1, 4), CPU).passes for c in (config, doubled))
+    one, two = (preview_of(c, Topology(1, 4), CPU).passes for c in (config, doubled))
     for single, double in zip(one, two, strict=True):
         assert double.busiest_links.intra_bytes == 2 * single.busiest_links.intra_bytes
         assert double.visible_pairs == single.visible_pairs
@@ -51,21 +52,21 @@ def test_sequences_of_a_micro_batch_travel_together() -> None:
 def test_padding_is_no_work() -> None:
     config = config_of("ring")
     odd = replace(config, train=replace(config.train, seq_len=1001))
-    forward, *_ = preview_attention(odd, Topology(1, 4), CPU).passes
+    forward, *_ = preview_of(odd, Topology(1, 4), CPU).passes
     assert padded_length(1001, 4) == 1008
     assert forward.visible_pairs == attention_pairs("causal", 1001)
 
 
 def test_balance_tells_a_contiguous_layout_from_zigzag() -> None:
     """Of P contiguous causal blocks the last has about (2P - 1) / P times the mean work."""
-    assert preview_of("ring").passes[0].balance == 1.0
-    contiguous = preview_of("ring", layout="contiguous").passes
+    assert preview_of_preset("ring").passes[0].balance == 1.0
+    contiguous = preview_of_preset("ring", layout="contiguous").passes
     for one in contiguous:
         assert math.isclose(one.balance, 7 / 4, rel_tol=0.01)
 
 
 def test_buffers_of_a_ring_are_two_blocks_beside_its_inputs() -> None:
-    forward = preview_of("ring").passes[0].largest_buffers
+    forward = preview_of_preset("ring").passes[0].largest_buffers
     working = [buffers for buffers in forward.buffers if not buffers.is_argument]
     rows = TOKENS // 4
     assert [(b.kind, b.where, b.buffers, b.rows, b.size_bytes) for b in working] == [
@@ -77,7 +78,7 @@ def test_buffers_of_a_ring_are_two_blocks_beside_its_inputs() -> None:
 
 
 def test_buffers_of_head_groups_count_their_own_heads() -> None:
-    forward = preview_of("ulysses").passes[0].largest_buffers
+    forward = preview_of_preset("ulysses").passes[0].largest_buffers
     pieces = [b for b in forward.buffers if b.kind == "q" and b.head_parts == 4]
     assert pieces
     for buffers in pieces:
@@ -85,7 +86,7 @@ def test_buffers_of_head_groups_count_their_own_heads() -> None:
 
 
 def test_layers_that_differ_are_planned_each() -> None:
-    preview = preview_of("ring", mask_layers=("causal", "full", "full", "full"))
+    preview = preview_of_preset("ring", mask_layers=("causal", "full", "full", "full"))
     assert [(layer.first, layer.count) for layer in preview.layers] == [(0, 2), (1, 6)]
     causal, full = (layer.passes[0].visible_pairs for layer in preview.layers)
     assert causal == attention_pairs("causal", TOKENS)
@@ -149,7 +150,7 @@ def test_the_document_of_a_ring_of_two_by_hand() -> None:
         memory=MemoryConfig(activation_checkpoint="seq_fraction", saved_fraction=0.5),
         train=TrainConfig(seq_len=16, compute_dtype="bfloat16"),
     )
-    preview = preview_attention(config, Topology(1, 2), machine)
+    preview = preview_of(config, Topology(1, 2), machine)
     document = json.loads(json.dumps(preview.to_dict()))
     (layer,) = document.pop("layers")
     assert document == asdict(preview.method)
@@ -179,7 +180,7 @@ def test_the_document_of_a_ring_of_two_by_hand() -> None:
 
 def test_a_pass_of_no_queries_costs_nothing() -> None:
     config = replace(config_of("ring"), memory=MemoryConfig(activation_checkpoint="attn_out"))
-    _, again, _ = preview_attention(config, Topology(1, 4), CPU).passes
+    _, again, _ = preview_of(config, Topology(1, 4), CPU).passes
     assert again.steps == 0
     assert again.tiles == 0
     assert again.visible_pairs == 0
@@ -197,8 +198,8 @@ LARGE = {"striped": (1e-3, 1e-3), "burst": (0.0, 0.0), "burst_ulysses": (0.0, 0.
 def test_the_planned_ranks_of_a_large_group_show_the_largest_figures_of_all(preset: str) -> None:
     config, topology, machine = config_of(preset), Topology(5, 8), find_machine("h100")
     config = replace(config, train=replace(config.train, seq_len=40 * 256))
-    shown = preview_attention(config, topology, machine)
-    whole = preview_attention(config, topology, machine, ranks=tuple(range(40)))
+    shown = preview_of(config, topology, machine)
+    whole = preview_of(config, topology, machine, ranks=tuple(range(40)))
     assert len(shown.planned_ranks) < len(whole.planned_ranks) == 40
     bytes_apart, time_apart = LARGE[preset]
     for some, every in zip(shown.passes, whole.passes, strict=True):
@@ -219,7 +220,7 @@ def test_256_ranks_of_an_8b_model_show_their_own_figures() -> None:
         memory=MemoryConfig(activation_checkpoint="none"),
         train=TrainConfig(seq_len=2**20, compute_dtype="bfloat16"),
     )
-    preview = preview_attention(config, Topology(32, 8), find_machine("h100"))
+    preview = preview_of(config, Topology(32, 8), find_machine("h100"))
     forward, backward = preview.passes
     assert forward.visible_pairs == backward.visible_pairs == 2**20 * (2**20 + 1) // 2
     assert forward.balance == pytest.approx(1.0, abs=1e-6)

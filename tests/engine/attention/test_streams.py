@@ -251,7 +251,7 @@ def test_channels_in_different_orders_deadlock_on_one_queue_unless_the_transport
 def test_copies_between_host_and_device_are_ordered_by_the_plans_waits(seed: int) -> None:
     rows, prefetch = 5 + seed, seed % 4
     method = AttentionMethod(
-        "fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=3, chunk_store="host", prefetch_chunks=prefetch
+        "fpdt", "chunk_cyclic", 1, 1, "kv", "float32", chunk_tokens=3, chunk_store="host", prefetch_chunks=prefetch
     )
     plans = plan_method(method, Mask(rows), divide_sequence(method, rows))
     case, group = Case(ring_method(1), rows), Group(1)

@@ -22,11 +22,12 @@ from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.config.settings import RunConfig
 from engine.kernels.attention import KERNELS
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.machine import Peak
 from engine.predict.memory import Gpu, Hardware, MemoryPrediction
-from engine.predict.policy_cost import method_on, own_parameters, policy_cost, state_bytes
-from engine.resolve.rules import check_config
+from engine.predict.policy_cost import own_parameters, policy_cost, state_bytes
+from engine.resolve.legality import check_run
 
 PEAK = Peak(100e12, "made up")
 ORDER = ("overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity")
@@ -53,9 +54,9 @@ class FakeMeasures:
 HARDWARE = Hardware((Gpu("NVIDIA H200", 143771 * 2**20),), 120 * 10**9, "made up")
 
 
-def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
     """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
-    method, memory = method_on(config, world), config.memory
+    memory = config.memory
     device, host = policy_cost(config, method).least
     numbers = own_parameters(config, method)
     gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)
@@ -218,7 +219,7 @@ def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left
     policy = steps.choose_policy(whole, "NVIDIA H200", predict, HARDWARE)
     assert not policy.fits
     assert "no policy fits" in policy.reason
-    check_config(policy.config)
+    check_run(policy.config)
     unknown = steps.choose_policy(whole, "Imaginary 9000", predict, HARDWARE)
     assert unknown.fits is False
     assert unknown.config.memory.activation_checkpoint == "full"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from testkit.ranks import Pools
+from testkit.resolved import step_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.bench import machine
@@ -25,7 +26,7 @@ from engine.predict.flops import count_parameters
 from engine.predict.machine import Machine
 from engine.predict.memory import find_hardware
 from engine.predict.plan_costs import layer_numbers
-from engine.predict.step_time import UPDATE_BYTES, predict_step
+from engine.predict.step_time import UPDATE_BYTES
 
 SHAPE = HeadShape(2, 2, 16, "float32")
 MATMUL, FORWARD, BACKWARD, BLOCK_ROWS = 1e9, 2e9, 1e9, 96
@@ -108,7 +109,7 @@ def overheads(cell: MachineCell, machine: Machine) -> tuple[float, float]:
     world = Topology(cell.setup.nodes, cell.setup.local_ranks)
     plain = replace(machine, layer_overhead_s=0.0, step_overhead_s=0.0)
     one, five = (
-        STEP_S + layers**2 * LAYER_S - predict_step(cell.run_config(layers), world, plain).seconds for layers in (1, 5)
+        STEP_S + layers**2 * LAYER_S - step_of(cell.run_config(layers), world, plain).seconds for layers in (1, 5)
     )
     return (five - one) / 4, one - (five - one) / 4
 

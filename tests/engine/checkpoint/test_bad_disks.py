@@ -16,8 +16,8 @@ from testkit.needs import require
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 
+from engine.config.schema import hash_json
 from engine.runs.checkpoints import MANIFEST_FILE, file_facts, list_checkpoints
-from engine.runs.files import hash_json
 
 CONFIG = tiny_config(parallel={"dp_shard_size": 2})
 RANKS = 2

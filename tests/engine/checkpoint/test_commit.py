@@ -17,6 +17,7 @@ import pytest
 from testkit import PYTHON_PATH
 from testkit.saved_checkpoints import FILE, newest_verified, save_checkpoint
 
+from engine.config.schema import hash_json
 from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig, dump_config
 from engine.runs.checkpoints import (
     MANIFEST_FILE,
@@ -31,7 +32,6 @@ from engine.runs.checkpoints import (
     storage_id,
     superfluous,
 )
-from engine.runs.files import hash_json
 
 write = partial(save_checkpoint, content=b"12345678")
 

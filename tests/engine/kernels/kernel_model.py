@@ -34,7 +34,7 @@ MODEL = ModelConfig(
     init_std=0.3,
 )
 # Chunks of keys of their own, so that tiles are merged.
-METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=5, chunk_store="host")
+METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", chunk_tokens=5, chunk_store="host")
 
 
 def loss_and_gradients(device: str, tile_tokens: int | None, dropout: float) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.ranks import Pools
+from testkit.resolved import method_of
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from engine.activations.store import HostStore
@@ -151,7 +152,7 @@ def test_what_the_plan_says_is_enough_and_a_byte_less_than_needed_ends_the_step(
     memory = {"activation_checkpoint": policy, "activation_store": "host"}
     free = tiny_config(memory=memory, attention={"preset": "single"})
     (used,) = (int(ranks(1).run(step_within, free)[0]),)
-    planned = predict_memory(free, Topology(1, 1)).host_peak_bytes
+    planned = predict_memory(free, method_of(free, Topology(1, 1)), Topology(1, 1)).host_peak_bytes
     assert used <= planned <= 1.01 * used
     bounded = tiny_config(memory={**memory, "host_bytes": planned}, attention={"preset": "single"})
     assert ranks(1).run(step_within, bounded) == [str(used)]

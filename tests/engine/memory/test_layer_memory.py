@@ -10,20 +10,20 @@ import pytest
 import torch
 from testkit.operations import Operations
 from testkit.ranks import Pools
+from testkit.resolved import method_of
 from testkit.tiny_training import loss_of, mesh_of, own_part, random_batches, start_run, tiny_config
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from engine.activations.checkpointed import apply_policies
 from engine.activations.store import DeviceStore, SavedTensors
-from engine.attention.library import ContextParallel
+from engine.attention.library import ContextParallel, resolve_here
 from engine.config.settings import ModelConfig, RunConfig
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import layer_executions
 from engine.planning.topology import Topology
 from engine.predict.policy_cost import policy_cost
-from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
 
 MODEL = ModelConfig(
@@ -73,7 +73,7 @@ def config_of(preset: str, memory: dict[str, Any], **attention: Any) -> RunConfi
 def kept_bytes(config: RunConfig) -> int:
     """Bytes in the store of this rank between forward and backward, whole model in bf16."""
     mesh = mesh_of(config.parallel, config.cluster)
-    attention = ContextParallel.of_run(config, mesh)
+    attention = ContextParallel.of_run(resolve_here(config, mesh), mesh)
     model = LlamaModel(config.model, config.loss)
     init_weights(model, 0)
     model.to(torch.bfloat16)
@@ -96,7 +96,7 @@ def test_what_is_kept_is_what_the_table_says(ranks: Pools, preset: str, names: l
         # A ring of contiguous blocks: the ranks with the end of the sequence keep most of it.
         config = config_of(preset, POLICIES[name], **({"layout": "contiguous"} if preset == "ring" else {}))
         config = replace(config, train=replace(config.train, seq_len=128, compute_dtype="bfloat16"))
-        expected = policy_cost(config, resolve_attention(config, Topology(1, 4))).kept_bytes
+        expected = policy_cost(config, method_of(config, Topology(1, 4))).kept_bytes
         assert max(ranks(4).run(kept_bytes, config)) == expected, name
 
 
@@ -149,7 +149,7 @@ def matmul_flops(config: RunConfig) -> int:
 def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ranks: Pools, name: str) -> None:
     """The counter sees all products, so a single one of attention's would show."""
     config = config_of("single", POLICIES[name])
-    method = resolve_attention(config, Topology(1, 1))
+    method = method_of(config, Topology(1, 1))
     again = sum(policy_cost(config, method).layer_matrices)
     (kept,) = ranks(1).run(matmul_flops, config_of("single", {"activation_checkpoint": "none"}))
     (found,) = ranks(1).run(matmul_flops, config)

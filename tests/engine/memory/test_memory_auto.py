@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
+from testkit.resolved import step_of
 
 from engine.config.settings import RunConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.machine import find_machine
-from engine.predict.memory import Capacity, MemoryChoice, MemoryPrediction
-from engine.predict.policy_cost import method_on, policy_cost
-from engine.predict.step_time import predict_step
-from engine.resolve.memory import resolve_memory
+from engine.predict.memory import Capacity, MemoryPrediction
+from engine.predict.policy_cost import policy_cost
+from engine.resolve.decisions import Rule
+from engine.resolve.legality import method_on
+from engine.resolve.memory import MemoryCandidate
 from engine.resolve.recommend import Adviser, with_ranks
+from engine.resolve.run import ResolvedRun, resolve_run
 
 GB = 10**9
 H100, RAILS = find_machine("h100"), find_machine("h100", {"inter_bytes_per_s": 5e9})
@@ -32,9 +36,8 @@ class Predictor:
         self._factor, self._least_gb = factor, least_gb
         self.asked: list[str] = []
 
-    def __call__(self, config: RunConfig, world: Topology) -> MemoryPrediction:
+    def __call__(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         self.asked.append(config.memory.activation_checkpoint)
-        method = method_on(config, world)
         device, host = policy_cost(config, method).least
         rows = config.train.seq_len // method.cp_size
         working = 150_000 * min(rows, config.memory.tile_tokens or rows) + 20_000 * rows
@@ -56,14 +59,21 @@ def open_config(length: int = 2**20, **changes: Any) -> RunConfig:
 
 
 def fits(config: RunConfig, room: Capacity, world: Topology = WORLD) -> bool:
-    return room.fit(*PREDICT(config, world).needs).fits
+    return room.fit(*PREDICT(config, method_on(config, world), world).needs).fits
+
+
+POLICY = "memory.activation_checkpoint"
+
+
+def candidates_of(run: ResolvedRun) -> tuple[MemoryCandidate, ...]:
+    return run.decision(POLICY).candidates
 
 
 @cache
-def auto(device_gb: float, host_gb: float | None = 2000, *, length: int = 2**20, **memory: Any) -> MemoryChoice:
+def auto(device_gb: float, host_gb: float | None = 2000, *, length: int = 2**20, **memory: Any) -> ResolvedRun:
     """What is chosen with at most 8 predictions: what one needs tells of those like it."""
     predict = Predictor()
-    choice = resolve_memory(open_config(length, memory=memory), WORLD, capacity(device_gb, host_gb), predict, H100)
+    choice = resolve_run(open_config(length, memory=memory), WORLD, H100, capacity(device_gb, host_gb), predict)
     assert len(predict.asked) <= 8
     return choice
 
@@ -103,96 +113,96 @@ def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(
 ) -> None:
     """All others are predicted here, with as many layers on the host as were considered."""
     choice, room = auto(**asked), capacity(asked["device_gb"], asked.get("host_gb", 2000))
-    best, chosen = choice.candidates[0], choice.config.memory
+    best, chosen = candidates_of(choice)[0], choice.config.memory
     said = {name: value for name, value in asked.items() if hasattr(chosen, name)}
     assert asdict(chosen).items() >= {**said, **expected}.items()
-    assert choice.fits
+    assert choice.memory_fits
     assert choice.prediction == best.prediction
     assert best.memory == chosen
-    assert {one.memory.tile_tokens for one in choice.candidates} == {None, tile_tokens}
+    assert {one.memory.tile_tokens for one in candidates_of(choice)} == {None, tile_tokens}
     # The optimizer on the host is weighed unless the best policy costs nothing.
     costs = best.cost.recompute_flops + best.cost.moved_bytes > 0
-    weighed = "host" in {one.memory.optimizer_store for one in choice.candidates}
+    weighed = "host" in {one.memory.optimizer_store for one in candidates_of(choice)}
     assert weighed is (costs and asked.get("host_gb", 2000) is not None)
     assert best.step_s is not None
     assert fits(choice.config, room)
-    for candidate in choice.candidates:
+    for candidate in candidates_of(choice):
         config = replace(choice.config, memory=candidate.memory)
         if fits(config, room):
-            assert best.step_s * 0.99 <= predict_step(config, WORLD, H100).seconds
+            assert best.step_s * 0.99 <= step_of(config, WORLD, H100).seconds
     if chosen.host_layers is not None and "host_layers" not in said:
         fewer = replace(chosen, host_layers=chosen.host_layers - 1)
         assert not fits(replace(choice.config, memory=fewer), room)
 
 
 def test_less_memory_never_makes_a_step_faster_and_plenty_keeps_everything() -> None:
-    steps = [auto(size).candidates[0].step_s for size in (2000, 400, 100, 60, 40)]
+    steps = [candidates_of(auto(size))[0].step_s for size in (2000, 400, 100, 60, 40)]
     assert steps[0] < steps[-1]
     assert all(later >= earlier * 0.99 for earlier, later in pairwise(steps))
     # Of those alike the simplest: on the host everything can be kept, for a percent less time and many copies.
-    assert auto(120).candidates[0].step_s > min(one.step_s for one in auto(120).candidates if one.step_s)
+    assert candidates_of(auto(120))[0].step_s > min(one.step_s for one in candidates_of(auto(120)) if one.step_s)
 
 
-def resolved(predict: Predictor, room: Capacity, **memory: Any) -> MemoryChoice:
-    return resolve_memory(open_config(memory=memory), WORLD, room, predict, H100)
+def resolved(predict: Predictor, room: Capacity, **memory: Any) -> ResolvedRun:
+    return resolve_run(open_config(memory=memory), WORLD, H100, room, predict)
 
 
 def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     predict = Predictor()
     choice = resolved(predict, capacity(2000))
     assert predict.asked == ["none"]
-    assert {one.memory.host_layers for one in choice.candidates} == {None}  # none need lie there
-    first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
+    assert {one.memory.host_layers for one in candidates_of(choice)} == {None}  # none need lie there
+    first, second, *_ = [candidate.to_dict() for candidate in candidates_of(choice)]
     assert first["fits"] is True
     assert first["fits_device"] is True
     assert first["fits_host"] is True
     assert first["needed_bytes"] == (choice.prediction and choice.prediction.needed_bytes)
     unknown = ("fits", "fits_device", "fits_host", "device_peak_bytes", "needed_bytes", "host_peak_bytes", "step_s")
     assert [second[name] for name in unknown] == [None] * len(unknown)
-    cost = choice.candidates[1].cost
+    cost = candidates_of(choice)[1].cost
     again = {"recompute_linear_flops": cost.linear_flops, "recompute_attention_flops": cost.attention_flops}
     assert second.items() >= {"kept_bytes": cost.kept_bytes, "moved_bytes": cost.moved_bytes, **again}.items()
 
 
 def test_memory_of_one_policy_is_not_charged_to_another() -> None:
     full = resolved(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
-    assert full.fits
+    assert full.memory_fits
     assert full.config.memory.activation_checkpoint == "full"
 
 
 def test_policy_is_left_once_layers_on_the_host_do_not_lower_its_peak() -> None:
     high = Predictor(least_gb=41)
-    assert resolved(high, capacity(40), tile_tokens=4096).fits
+    assert resolved(high, capacity(40), tile_tokens=4096).memory_fits
     assert high.asked.count("none") == 3
 
 
 def test_policy_that_a_prediction_refutes_is_not_chosen() -> None:
     refuted = auto(150).config.memory
     choice = resolved(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
-    assert choice.fits
+    assert choice.memory_fits
     assert choice.config.memory != refuted
-    assert [one.fits for one in choice.candidates if one.memory == refuted] == [False]
+    assert [one.fits for one in candidates_of(choice) if one.memory == refuted] == [False]
 
 
 def test_search_ends_after_two_predictions_per_policy() -> None:
     never = Predictor(lambda config: 30.0)
-    assert resolved(never, capacity(100)).fits is False
+    assert resolved(never, capacity(100)).memory_fits is False
     assert len(never.asked) <= 2 * 12
 
 
 def test_what_is_named_is_kept() -> None:
     configured = seven_b(memory={"activation_checkpoint": "full"})
-    assert resolve_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(
-        configured, (), "as configured"
-    )
+    run = resolve_run(configured, WORLD, H100, capacity(1), PREDICT)
+    assert run.config == configured
+    assert run.decision(POLICY).rule == Rule.CONFIGURED
     assert auto(100, activation_store="device", tile_tokens=2048).config.memory.tile_tokens == 2048
 
 
 def test_on_a_cpu_and_where_its_size_is_unknown_nothing_is_moved_to_the_host() -> None:
     on_cpu = open_config(2**17, cluster={"backend": "gloo"})
-    choice = resolve_memory(on_cpu, WORLD, capacity(100, 800, shared=True), PREDICT, find_machine("cpu"))
-    assert choice.fits
-    for candidates in (choice.candidates, auto(100, None).candidates):
+    choice = resolve_run(on_cpu, WORLD, find_machine("cpu"), capacity(100, 800, shared=True), PREDICT)
+    assert choice.memory_fits
+    for candidates in (candidates_of(choice), candidates_of(auto(100, None))):
         assert {candidate.memory.activation_store for candidate in candidates} == {"device"}
 
 
@@ -205,8 +215,8 @@ def advice(room: Capacity, config: RunConfig, machine: str = "h100", world: Topo
 
 def test_when_nothing_fits_it_is_said_what_is_missing_and_how_many_ranks_would_do() -> None:
     choice = auto(SHORT)
-    assert not choice.fits
-    assert re.search(r"no policy fits on test device; .* lacks [\d.]+ GiB", choice.reason)
+    assert not choice.memory_fits
+    assert choice.decision(POLICY).figures["headroom_bytes"] < 0, "nothing fits, but no byte is missing"
     found = advice(capacity(SHORT), seven_b(train={"seq_len": 2**20}))
     (ranks,) = [int(text.split()[0]) for text in found if "instead of 8 would fit" in text]
     for size, enough in ((ranks, True), (ranks // 2, False)):
@@ -220,7 +230,7 @@ def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None
     asked, world, machine = open_config(2**17), Topology(2, 4), find_machine("h100", {"inter_bytes_per_s": 20e9})
     resolved = replace(asked, memory=replace(asked.memory, activation_checkpoint="none", activation_store="device"))
     found = Adviser(capacity(2000), machine, PREDICT).recommend(asked, resolved, world)
-    steps = [predict_step(resolved, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
+    steps = [step_of(resolved, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
     assert found is not None
     assert found.change == "--ranks 4 --nodes 1"
     assert found.saving == pytest.approx(1 - steps[1] / steps[0])
@@ -230,7 +240,7 @@ def test_of_methods_the_fastest_is_advised() -> None:
     ring, world = open_config(2**17, memory={"activation_checkpoint": "full"}), Topology(2, 4)
     ring = replace(ring, attention=replace(ring.attention, preset="ring"))
 
-    def predict(config: RunConfig, on: Topology) -> MemoryPrediction:  # nothing else fits
+    def predict(config: RunConfig, method: AttentionMethod, on: Topology) -> MemoryPrediction:  # nothing else fits
         return prediction_of(1 if (config.memory, on) == (ring.memory, world) else 10**15)
 
     found = Adviser(capacity(2000), RAILS, predict).recommend(ring, ring, world)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from testkit.ranks import Pools
+from testkit.resolved import method_of
 from testkit.tiny_training import loss_of, mesh_of, own_part, random_batches, tiny_config, whole
 
 from engine.activations.checkpointed import apply_policies
-from engine.attention.library import ContextParallel, open_channels
+from engine.attention.library import ContextParallel, open_channels, resolve_here
 from engine.attention.transport import Transport
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
@@ -22,7 +23,6 @@ from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import build_model, layer_executions
 from engine.planning.methods.presets import PRESETS
-from engine.resolve.attention import resolve_attention
 from engine.training.train_step import rank_batch
 
 STARTS = (0, 1, 6, 7, 20)
@@ -103,7 +103,7 @@ def batch_of(step: int, config: RunConfig) -> Batch:
 def whole_in_float64(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ContextParallel]:
     """The whole model on every rank: FSDP reduces in fp32."""
     exact = replace(config, attention=replace(config.attention, kernel="reference"))
-    attention = ContextParallel.of_run(exact, mesh, channels)
+    attention = ContextParallel.of_run(resolve_here(exact, mesh), mesh, channels)
     model = LlamaModel(config.model, config.loss).to(torch.float64)
     init_weights(model, config.seed)
     apply_policies(model, layer_executions(config, attention.method, mesh))
@@ -118,7 +118,8 @@ def gradients_of(config: RunConfig, dtype: torch.dtype, channels: Transport) -> 
     if dtype == torch.float64:
         model, attention = whole_in_float64(config, mesh, channels)
     else:  # as training builds it, in fp32
-        model, attention = build_model(config, mesh, ContextParallel.of_run(config, mesh, channels))
+        run = resolve_here(config, mesh)
+        model, attention = build_model(run, mesh, ContextParallel.of_run(run, mesh, channels))
     batches = [part for step in (0, 1) for part in own_part(batch_of(step, config), mesh)]
     local = [rank_batch(batch, model, attention, mesh) for batch in batches]
     losses = [loss_of(model, batch) for batch in local]
@@ -143,7 +144,7 @@ def differences(preset: str, settings: dict[str, Any], names: tuple[str, ...], d
     for name in names:
         config = config_of(preset, settings, POLICIES[name])
         # The layout may follow the policy's cut: what it is compared with has the same one.
-        layout = resolve_attention(config, mesh.cp_topology).layout
+        layout = method_of(config, mesh.cp_topology).layout
         if layout not in keeping_all:
             keeps_all = config_of(preset, {**settings, "layout": layout}, {"activation_checkpoint": "none"})
             keeping_all[layout] = gradients_of(keeps_all, dtype, channels)

@@ -19,11 +19,11 @@ from engine.predict.memory_ranks import reserve_bytes
 from engine.predict.policy_cost import (
     PolicyCost,
     kept_bytes,
-    method_on,
     own_parameters,
     policy_cost,
     recomputed_parameters,
 )
+from engine.resolve.legality import method_on
 
 T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
 RESULTS = 2 * T * D + 4 * T * H  # out and lse
@@ -147,6 +147,6 @@ MIB = 2**20
     ],
 )
 def test_communicators_take_what_was_measured(world: int, inner: int, heads: int, outer: int, expected: int) -> None:
-    method = AttentionMethod("burst", "zigzag", inner, outer, "kv", "float32", "", head_parallel_size=heads)
+    method = AttentionMethod("burst", "zigzag", inner, outer, "kv", "float32", head_parallel_size=heads)
     parallel = ParallelConfig(dp_shard_size=world // (inner * outer * heads))
     assert reserve_bytes(parallel, method, world, 10**9) == 800 * MIB + expected + 30_000_000  # 3% of the peak

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from testkit import ROOT
 from testkit.ranks import Pools
+from testkit.resolved import method_of
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from benchmarks.gpu import steps
@@ -18,7 +19,7 @@ from engine.device.live_tensors import LiveTensorTracker
 from engine.planning.topology import Topology
 from engine.predict.flops import count_parameters
 from engine.predict.memory import MemoryPrediction
-from engine.resolve.attention import resolve_attention
+from engine.resolve.degrees import sequence_topology
 from engine.training.fake_run.memory import fake_ranks, predict_memory, shortened
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -96,7 +97,9 @@ def measured_peaks(config: RunConfig) -> tuple[int, int]:
 
 def predicted(config: RunConfig, world_size: int = 1, *, whole: bool = False) -> MemoryPrediction:
     """But for its seconds."""
-    return replace(predict_memory(config, Topology(1, world_size), whole=whole), seconds=0.0)
+    world = Topology(1, world_size)
+    method = method_of(config, sequence_topology(config, world))
+    return replace(predict_memory(config, method, world, whole=whole), seconds=0.0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,7 +152,7 @@ def test_of_many_layers_few_are_run(
     world_size: int, num_layers: int, config: RunConfig, expected: list[tuple[int, int]]
 ) -> None:
     config = layered(config, num_layers)
-    runs = shortened(config, resolve_attention(config, Topology(1, world_size)))
+    runs = shortened(config, method_of(config, Topology(1, world_size)))
     assert [(run.model.num_layers, times) for run, times in runs] == expected
 
 
@@ -243,6 +246,7 @@ def test_70b_with_a_million_tokens_on_1024_ranks_is_predicted() -> None:
         head_dim=128,
     )
     config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 20))
-    prediction = predict_memory(config, Topology(128, 8))
+    world = Topology(128, 8)
+    prediction = predict_memory(config, method_of(config, world), world)
     layer_inputs = 80 * 1024 * 8192 * 2  # bytes, bf16
     assert prediction.components["device"]["checkpoints"] == pytest.approx(layer_inputs, rel=0.05)

@@ -12,11 +12,12 @@ import pytest
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.memory import MemoryPrediction, Predictor
 
 HERE = Path(__file__).parent
-WORLD = Topology(2, 3)
+WORLD, METHOD = Topology(2, 3), AttentionMethod()
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def run_of(seq_len: int) -> RunConfig:
 
 
 def test_prediction_comes_back_whole(predictor: Predictor) -> None:
-    found = predictor.predict(run_of(8), WORLD)
+    found = predictor.predict(run_of(8), METHOD, WORLD)
     assert isinstance(found, MemoryPrediction)
     assert found.world_size == 6
     assert found.needed_bytes == found.device_peak_bytes + 5
@@ -55,20 +56,25 @@ def test_one_process_answers_all_and_what_takes_no_memory_makes_no_other_questio
         replace(base, cluster=ClusterConfig(backend="gloo")),
         run_of(9),
     ]
-    first = predictor.predict(base, WORLD)
-    assert {predictor.predict(config, WORLD).rank for config in alike} == {first.rank} == {1}
-    found = [*(predictor.predict(config, WORLD) for config in unlike), predictor.predict(base, Topology(1, 6))]
-    assert [one.rank for one in found] == [2, 3, 4, 5, 6]
+    striped = replace(METHOD, layout="striped")
+    first = predictor.predict(base, METHOD, WORLD)
+    assert {predictor.predict(config, METHOD, WORLD).rank for config in alike} == {first.rank} == {1}
+    found = [
+        *(predictor.predict(config, METHOD, WORLD) for config in unlike),
+        predictor.predict(base, METHOD, Topology(1, 6)),
+    ]
+    found.append(predictor.predict(base, striped, WORLD))
+    assert [one.rank for one in found] == [2, 3, 4, 5, 6, 7]
     assert {one.device_peak_bytes for one in found} == {first.device_peak_bytes}  # of one process
 
 
 def test_what_fails_is_told_and_the_next_question_is_answered(predictor: Predictor) -> None:
     """A configuration that cannot run; a process that fails, one that ends just when it is asked, a silent one."""
     with pytest.raises(ConfigError, match="attention=single is wrong"):
-        predictor.predict(run_of(1), WORLD)
+        predictor.predict(run_of(1), METHOD, WORLD)
     with pytest.raises(RunError, match=r"exit code 3; its last words: the last word\."):
-        predictor.predict(run_of(2), WORLD)
-    assert predictor.predict(run_of(4), WORLD).rank == 1
+        predictor.predict(run_of(2), METHOD, WORLD)
+    assert predictor.predict(run_of(4), METHOD, WORLD).rank == 1
     hasty = Predictor("fake_predict_server", timeout_s=0.5)
     with pytest.raises(RunError, match="did not end within"):
-        hasty.predict(run_of(3), WORLD)
+        hasty.predict(run_of(3), METHOD, WORLD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from testkit.resolved import method_of
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
 from engine.device.live_tensors import LiveTensorTracker
@@ -13,7 +14,6 @@ from engine.planning.program.ops import RankPlan, Tile
 from engine.planning.schedules.plan import plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Band, Mask
-from engine.resolve.attention import resolve_attention
 from engine.training.fake_run.stand_ins import StandInFlashKernel, rehearsed
 
 MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
@@ -22,7 +22,7 @@ MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
 def plans_of(preset: str, seq_len: int = 256) -> list[RankPlan]:
     """Plans of both passes of all ranks of two nodes of four."""
     config = RunConfig(model=MODEL, attention=AttentionConfig(preset=preset))  # type: ignore[arg-type]
-    method = resolve_attention(config, Topology(2, 4))
+    method = method_of(config, Topology(2, 4))
     blocks = divide_sequence(method, seq_len)
     pair = plan_method(method, Mask(seq_len), blocks)
     return [plan for passes in (pair.forward, pair.backward) for plan in passes.ranks.values()]

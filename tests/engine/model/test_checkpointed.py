@@ -35,8 +35,8 @@ TWO_LAYERS = {
     **{name: replace(SHAPES[name], num_layers=2) for name in ("mha", "gqa")},
     "biases and norms of heads": replace(SHAPES["biases"], num_layers=2, qk_norm=True),
 }
-METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=7, chunk_store="host")
-UNCHUNKED = AttentionMethod("alst", "contiguous", 1, 1, "kv", "float32", "")
+METHOD = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", chunk_tokens=7, chunk_store="host")
+UNCHUNKED = AttentionMethod("alst", "contiguous", 1, 1, "kv", "float32")
 
 
 def tile_layers(model: LlamaModel, tile_tokens: int, *, keep: bool) -> None:

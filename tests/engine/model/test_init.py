@@ -13,6 +13,7 @@ from model_helpers import SHAPES, SMALL, build
 from testkit.tiny_training import mesh_of, tiny_config
 from torch.distributed.tensor import DTensor
 
+from engine.attention.library import resolve_here
 from engine.config.settings import ModelConfig, ParallelConfig
 from engine.model.llama import LlamaModel
 from engine.parallel.parallelize import build_model
@@ -70,7 +71,8 @@ def digests_of_shards(config: ModelConfig, replicas: int) -> dict[str, str]:
     """Digests of an FSDP2 model initialised on its shards."""
     parallel = ParallelConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas, cp_size=1)
     run = tiny_config(seed=0, model=config, parallel=parallel)
-    model, _ = build_model(run, mesh_of(run.parallel, run.cluster))
+    mesh = mesh_of(run.parallel, run.cluster)
+    model, _ = build_model(resolve_here(run, mesh), mesh)
     assert not config.tie_embeddings or model.head.weight is model.embedding.weight
     return digests(model)
 

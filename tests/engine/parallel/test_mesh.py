@@ -26,7 +26,8 @@ from engine.distributed.mesh import (
     read_placement,
     step_timeout,
 )
-from engine.planning.topology import Degrees, Topology, known_cp_size, place_ranks, tensor_parallel_problems
+from engine.planning.topology import Degrees, Topology
+from engine.resolve.degrees import known_cp_size, place_ranks, tensor_parallel_problems
 
 
 @pytest.mark.parametrize(

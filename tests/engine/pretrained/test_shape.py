@@ -12,9 +12,9 @@ import pytest
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
+from engine.data.rules import file_rules
 from engine.pretrained.names import INDEX_FILE, check_names, weight_files
 from engine.pretrained.shape import CONFIG_DEFAULTS, config_json, differences, family_of, read_pretrained
-from engine.resolve.data_rules import weight_rules
 
 LLAMA2 = {
     "model_type": "llama",
@@ -191,7 +191,7 @@ def test_a_model_with_a_window_is_not_asked_to_look_beyond_it(
     model, window = SHAPES["mistral"]
     folder = folder_of(tmp_path, config_json(model, seq_len=9000, window_tokens=window, dtype="bfloat16"))
     model = replace(model, init_from=str(folder))
-    found = list(weight_rules(RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=seq_len))))
+    found = list(file_rules(RunConfig(model=model, attention=attention, train=TrainConfig(seq_len=seq_len))))
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
 

@@ -10,6 +10,7 @@ import pytest
 from testkit.ranks import Pools
 from testkit.whole_runs import create_run_of, events_of, small_corpus, train_until_error, trained, whole_config
 
+from engine.attention.library import resolve_here
 from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
 from engine.distributed.mesh import build_mesh
 from engine.export.hugging_face import ExportOrder, export
@@ -109,7 +110,8 @@ def optimizer_entries(path: str, config: RunConfig) -> tuple[int, bool]:
     """How many parameters have moments after an evaluation, and whether every batch of it was seen from outside."""
     status, run = RankStatus(), RunFolder(Path(path))
     recorder = Recorder(run, status, rank=0, tensorboard=False)
-    trainer = Trainer(config, run, build_mesh(config.parallel, config.cluster), recorder, status)
+    mesh = build_mesh(config.parallel, config.cluster)
+    trainer = Trainer(resolve_here(config, mesh), run, mesh, recorder, status)
     before = status.advances
     trainer.run()
     return len(trainer.train_step.optimizer.state), status.advances - before > config.train.eval_samples

@@ -14,6 +14,7 @@ import pytest
 import torch
 from testkit.metered import meter_of, metered_rows
 from testkit.ranks import Pools
+from testkit.resolved import method_of
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,6 @@ from engine.planning.methods.layers import attended_pairs, attention_layers
 from engine.planning.topology import Topology
 from engine.predict.flops import count_parameters, step_flops
 from engine.predict.policy_cost import recomputed_parameters
-from engine.resolve.attention import resolve_attention
 from engine.runs.oom import peak_resident_bytes
 from engine.training.metrics import PeakMemory
 
@@ -120,7 +120,7 @@ def test_model_and_hardware_flops_are_what_torch_counts_pair_by_pair(mask: str, 
     layers = [attention_of_visible_pairs(dense_mask(MASKS[mask], layer, starts)) for layer in range(shape.num_layers)]
     tokens = torch.randint(0, shape.vocab_size, (1, SEQ_LEN))
     counted = counted_flops(model, tokens, layers)
-    turn = attention_layers(config, resolve_attention(config, Topology(1, 1)), starts)
+    turn = attention_layers(config, method_of(config, Topology(1, 1)), starts)
     pairs = attended_pairs(turn, shape.num_layers)
     assert step_flops(shape, seq_len=SEQ_LEN, visible_pairs=pairs.visible).model == counted
     for layer in model.layers:

@@ -21,6 +21,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 from testkit.whole_runs import create_run_of, ended, events_of, trained, whole_config
 
+from engine.attention.library import resolve_here
 from engine.config.settings import DataConfig, RunConfig
 from engine.distributed.mesh import Placement, build_mesh
 from engine.predict.flops import count_parameters
@@ -57,7 +58,7 @@ def rows_kept(path: str, config: RunConfig) -> int:
     run, status, mesh = RunFolder(Path(path)), RankStatus(), build_mesh(config.parallel, config.cluster)
     watch = RowWatch(run, status, rank=mesh.rank, tensorboard=False)
     with run_states(run, status, rank=mesh.rank, environment={}):
-        Trainer(config, run, mesh, watch, status).run()
+        Trainer(resolve_here(config, mesh), run, mesh, watch, status).run()
     assert len(watch.rows) == config.train.steps
     return watch.kept
 
