@@ -18,8 +18,8 @@ tests=0
 if [ "$test_seconds" -gt 0 ]; then
     # What most depends on the device first. Only files with such tests: the others may need packages that a GPU image
     # lacks. Warnings of other versions of torch are no failures. SIGINT: pytest then still tells what it has seen.
-    first='attention/test_kernels_on_gpu.py|attention/test_streams_on_gpu.py|kernels/test_fused_kernels_on_gpu.py'
-    files=$(grep -rlE 'mark\.gpu' tests/engine --include='*.py' | sort)
+    first='/test_kernels_on_gpu.py|/test_streams_on_gpu.py|/test_fused_kernels_on_gpu.py'
+    files=$(grep -rlE 'mark\.gpu' tests --include='test_*.py' | sort)
     timeout -s INT -k 15 "$test_seconds" "$python" -m pytest -m gpu -W default -ra --durations 5 -p no:cacheprovider \
         --continue-on-collection-errors $(echo "$files" | grep -E "$first") $(echo "$files" | grep -vE "$first")
     tests=$?

@@ -30,21 +30,32 @@ def test_the_cache_is_in_the_users_cache_folder(
     assert cache_folder() == Path(found)
 
 
-def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_part(tmp_path: Path) -> None:
+def test_failed_replacement_keeps_the_old_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
-    (tmp_path / "folder").mkdir()
     with pytest.raises(UnicodeEncodeError):
         replace_file(tmp_path / "a", "\udcff")
+    assert (tmp_path / "a").read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         replace_file(tmp_path / "folder", "new")
-    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which renaming would take away from everybody
+    assert names(tmp_path) == ["folder"]
+
+
+def test_special_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which renaming would take away from every program
     with pytest.raises(FileExistsError, match="no regular file"):
         replace_file(tmp_path / "pipe", "new")
-    assert names(tmp_path) == ["a", "folder", "pipe"]
     assert (tmp_path / "pipe").is_fifo()
-    assert (tmp_path / "a").read_text() == "old"
+    assert names(tmp_path) == ["pipe"]
+
+
+def test_file_on_no_disk_cannot_be_synced() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
-        sync(Path("/dev/null"))  # which no disk holds
+        sync(Path("/dev/null"))
 
 
 def test_a_file_is_its_owners_alone_unless_it_is_shared(tmp_path: Path) -> None:

@@ -28,19 +28,34 @@ def test_what_is_no_number_stops_the_run_unless_it_is_to_be_dropped(figures: tup
         Guard(GuardConfig()).judge(7, *figures)
     for reaction in ("skip", "rewind"):
         verdict = Guard(GuardConfig(on_nonfinite=reaction)).judge(7, *figures)  # type: ignore[arg-type]
-        assert (verdict.action, verdict.taken) == (reaction, False)
+        assert verdict.action == reaction
+        assert verdict.taken is False
         assert "is nan" in verdict.reason or "is inf" in verdict.reason
 
 
-def test_a_leap_is_dropped_and_noise_is_not() -> None:
+def test_loss_at_the_limit_is_taken() -> None:
     guard = resolved()
     assert guard.judge(50, guard.limit() or 0.0, 1.0).taken
-    before = guard.limit()
-    verdict = guard.judge(51, 3.0, 1.0)
+
+
+def test_spike_of_the_loss_is_dropped() -> None:
+    verdict = resolved().judge(51, 3.0, 1.0)
     assert verdict.action == "skip"
     assert verdict.reason.startswith("the loss is 3, above 2.")
+
+
+def test_dropped_loss_does_not_move_the_limit() -> None:
+    guard = resolved()
+    before = guard.limit()
+    guard.judge(51, 3.0, 1.0)
     assert guard.limit() == before
-    assert guard.judge(52, 2.1, 1.0).taken
+
+
+def test_noise_of_the_loss_is_taken() -> None:
+    assert resolved().judge(52, 2.1, 1.0).taken
+
+
+def test_spikes_are_taken_without_a_limit() -> None:
     assert resolved(spike_deviations=None).judge(50, 1e9, 1.0).taken
 
 

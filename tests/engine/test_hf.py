@@ -6,12 +6,12 @@ import copy
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from testkit import ROOT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +36,6 @@ from engine.attention import ContextParallel, Mask
 from engine.attention.hugging_face import enable_context_parallel, shift_labels
 from engine.config.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQ_LEN = 4, 2, 8, 61, 37
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -35,15 +35,21 @@ def test_blocks_in_a_fake_run_are_as_large_as_on_an_accelerator() -> None:
     assert in_rehearsal.stop > on_cpu.stop
 
 
-def test_a_rehearsal_stays_in_its_thread_and_body() -> None:
+def test_fake_accelerator_is_not_seen_by_other_threads() -> None:
     seen: list[bool] = []
     with use_fake_run(FakeRun(as_accelerator=True)):
         other = threading.Thread(target=lambda: seen.append(acts_as_accelerator(CPU)))
         other.start()
         other.join()
     assert seen == [False]
+
+
+def test_fake_accelerator_ends_with_its_body() -> None:
     with pytest.raises(ValueError, match="broken"), use_fake_run(FakeRun(as_accelerator=True)):
         raise ValueError("broken")
     assert not acts_as_accelerator(CPU)
-    assert acts_as_accelerator(torch.device("cuda"))
     assert not is_fake_accelerator()
+
+
+def test_gpu_is_an_accelerator() -> None:
+    assert acts_as_accelerator(torch.device("cuda"))

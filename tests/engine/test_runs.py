@@ -31,19 +31,32 @@ def run(tmp_path: Path) -> RunFolder:
     return create_run(new_run_path(tmp_path / "runs", "tiny"), {"config.yaml": "seed: 0\n"})
 
 
-def test_a_created_run_is_private_planned_and_named_by_utc_time_and_id(tmp_path: Path) -> None:
-    path = new_run_path(tmp_path, "tiny")
-    run = create_run(path, {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
-    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", run.run_id)
-    assert (path.parent, run.exp) == (tmp_path / "tiny", "tiny")
-    assert {entry.name for entry in path.iterdir()} == {"plan.sh", "env", "logs", "checkpoints", "run.json"}
-    modes = [stat.S_IMODE((path / name).stat().st_mode) for name in ("", "plan.sh", "env/host.env")]
-    assert modes == [0o700, 0o700, 0o600]
-    state = run.read_state()
-    (entry,) = state.pop("history")
+@pytest.fixture
+def created(tmp_path: Path) -> RunFolder:
+    """A run of three ranks with a script and an environment."""
+    return create_run(new_run_path(tmp_path, "tiny"), {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
+
+
+def test_run_is_named_by_utc_time_and_id(created: RunFolder, tmp_path: Path) -> None:
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", created.run_id)
+    assert created.path.parent == tmp_path / "tiny"
+    assert created.exp == "tiny"
+
+
+def test_created_run_has_its_files_and_empty_folders(created: RunFolder) -> None:
+    assert {entry.name for entry in created.path.iterdir()} == {"plan.sh", "env", "logs", "checkpoints", "run.json"}
+
+
+@pytest.mark.parametrize(("name", "mode"), [("", 0o700), ("plan.sh", 0o700), ("env/host.env", 0o600)])
+def test_files_of_a_run_are_private(created: RunFolder, name: str, mode: int) -> None:
+    assert stat.S_IMODE((created.path / name).stat().st_mode) == mode
+
+
+def test_created_run_is_planned(created: RunFolder) -> None:
+    state = created.read_state()
     unknown = dict.fromkeys(("host", "pid", "pid_start", "started_at", "ended_at", "exit_code", "failure"))
+    assert [entry["state"] for entry in state.pop("history")] == ["planned"]
     assert state == {"state": "planned", "attempt": 1, "world_size": 3, **unknown}
-    assert (entry.keys(), entry["state"]) == ({"state", "at"}, "planned")
 
 
 @pytest.mark.parametrize("exp", ["", "../up", "a/b", ".hidden", "-x", "a b", "x" * 101])
@@ -59,11 +72,14 @@ def test_runs_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert default_runs_dir() == Path("runs")
 
 
-def test_failing_creation_leaves_nothing_behind_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_failed_creation_leaves_no_files(tmp_path: Path) -> None:
     bad = {"config.yaml": "seed: 0\n", "config.yaml/inside": "a file cannot be a folder"}
     with pytest.raises(RunFolderError, match=r"abcdef cannot be created: File exists\. Give .* --runs-dir"):
         create_run(tmp_path / "deep" / "runs" / "tiny" / "20260101-000000-abcdef", bad)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": "seed: 0\n"})
     with pytest.raises(RunFolderError):
         create_run(run.path, {"config.yaml": "seed: 1\n"})
@@ -99,18 +115,25 @@ def test_only_the_moves_of_the_diagram_are_made(tmp_path: Path, old: str) -> Non
         assert run.read_state()["state"] == history[-1]
 
 
+def test_started_run_records_its_process(run: RunFolder) -> None:
+    started = run.transition("starting")
+    assert started["host"] == socket.gethostname()
+    assert started["pid"] == os.getpid()
+    assert started["pid_start"] == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    assert started["exit_code"] is None
+    assert started["ended_at"] is None
+
+
 @pytest.mark.parametrize(
     ("state", "facts", "code"),
     [("completed", {}, 0), ("failed", {}, 1), ("failed", {"exit_code": 2, "failure": {"rank": 1}}, 2)],
 )
-def test_moves_record_who_when_and_how_it_ended(run: RunFolder, state: str, facts: dict[str, Any], code: int) -> None:
+def test_ended_run_records_its_exit_code(run: RunFolder, state: str, facts: dict[str, Any], code: int) -> None:
     started = run.transition("starting")
-    assert (started["host"], started["pid"]) == (socket.gethostname(), os.getpid())
-    assert started["pid_start"] == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    assert (started["exit_code"], started["ended_at"]) == (None, None)
     run.transition("running")
     ended = run.transition(state, **facts)
-    assert (ended["exit_code"], ended["failure"]) == (code, facts.get("failure"))
+    assert ended["exit_code"] == code
+    assert ended["failure"] == facts.get("failure")
     assert started["started_at"] <= ended["ended_at"]
 
 
@@ -139,11 +162,15 @@ def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> N
     run.transition("failed")
     (run.path / "attempts" / "1").mkdir(parents=True)  # whoever began to put them aside was killed
     state = run.transition("starting")
-    assert (state["attempt"], state["exit_code"]) == (2, None)
-    assert (run.read_metrics(), run.read_summary(), run.rank_errors()) == ([], None, [])
+    assert state["attempt"] == 2
+    assert state["exit_code"] is None
+    assert run.read_metrics() == []
+    assert run.read_summary() is None
+    assert run.rank_errors() == []
     kept = sorted(path.name for path in (run.path / "attempts" / "1").iterdir())
     assert kept == ["events.jsonl", "metrics.jsonl", "rank0000.error.json", "rank0000.status.json", "summary.json"]
-    assert (run.read_events(), [attempt.path.name for attempt in run.attempts()]) == ([], ["1", run.run_id])
+    assert run.read_events() == []
+    assert [attempt.path.name for attempt in run.attempts()] == ["1", run.run_id]
 
 
 @pytest.mark.parametrize("way", [["starting"], ["starting", "running"]])
@@ -204,18 +231,26 @@ def test_list_runs_is_ordered_by_time_and_skips_half_made_ones(tmp_path: Path) -
     assert list_runs(tmp_path / "nowhere") == []
 
 
-def test_torn_and_damaged_lines_of_metrics_are_left_out(run: RunFolder) -> None:
+def test_numbers_that_are_not_finite_are_null_in_metrics(run: RunFolder) -> None:
     run.append_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    assert run.read_metrics() == [{"step": 1, "loss": None, "grad_norm": None}]
+    assert "NaN" not in (run.path / "metrics.jsonl").read_text()
+
+
+def test_damaged_lines_of_metrics_are_skipped(run: RunFolder) -> None:
+    run.append_metrics({"step": 1})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('garbage\n[1, 2]\n{"step": 2, "lo')
-    first = {"step": 1, "loss": None, "grad_norm": None}
-    assert run.read_metrics() == [first]
+    assert run.read_metrics() == [{"step": 1}]
     run.append_metrics({"step": 3})
-    assert run.read_metrics() == [first, {"step": 3}]
-    assert "NaN" not in (run.path / "metrics.jsonl").read_text()
+    assert run.read_metrics() == [{"step": 1}, {"step": 3}]
+
+
+def test_last_line_of_metrics_needs_no_newline(run: RunFolder) -> None:
+    run.append_metrics({"step": 3})
     with (run.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4}')  # whole but for its end
-    assert run.read_metrics()[1:] == [{"step": 3}, {"step": 4}]
+        file.write('{"step": 4}')
+    assert run.read_metrics() == [{"step": 3}, {"step": 4}]
 
 
 def test_events_carry_time_and_kind_and_those_of_saves_their_steps(run: RunFolder) -> None:
@@ -266,7 +301,8 @@ def test_earliest_rank_error_is_first_whatever_others_are_like(run: RunFolder) -
     (run.path / "logs").rmdir()
     run.write_rank_error(1, ValueError("first" * 10_000))
     (long,) = run.rank_errors()
-    assert (len(long["message"]), len(long["traceback"])) == (4_000, 20_000)
+    assert len(long["message"]) == 4_000
+    assert len(long["traceback"]) == 20_000
     run.write_rank_error(0, ValueError("second"))
     assert [record["rank"] for record in run.rank_errors()] == [1, 0]
     (run.log_dir("odd") / "rank0002.error.json").parent.mkdir()

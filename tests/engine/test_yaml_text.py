@@ -36,7 +36,8 @@ def test_a_scalar_of_a_file_is_what_it_is_in_an_override(text: str) -> None:
     """The oracle is Hydra's own parser."""
     expected = OverridesParser.create().parse_override(f"key={text}").value()
     found = load_yaml(f"key: {text}")["key"]
-    assert (found, type(found)) == (expected, type(expected))
+    assert found == expected
+    assert type(found) is type(expected)
 
 
 @pytest.mark.parametrize("text", ["~", "", "null"])
@@ -47,7 +48,8 @@ def test_null_has_the_spellings_of_yaml(text: str) -> None:
 @given(st.one_of(st.sampled_from(SCALARS), st.text("0123456789_.:eE+-xoXnoyes~=<", max_size=6)))
 def test_dumped_text_is_the_same_text_for_this_reader_and_for_yaml_1_1(text: str) -> None:
     dumped = yaml.dump({"key": text}, Dumper=ConfigDumper)
-    assert (load_yaml(dumped)["key"], yaml.safe_load(dumped)["key"]) == (text, text), dumped
+    assert load_yaml(dumped)["key"] == text, dumped
+    assert yaml.safe_load(dumped)["key"] == text, dumped
 
 
 @pytest.mark.parametrize(

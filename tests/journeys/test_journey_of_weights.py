@@ -66,7 +66,8 @@ def test_text_becomes_a_model_for_transformers_although_a_node_dies(
     assert second in refused.stderr
     _go_on_elsewhere(rig, run, newest, (first, third))
     evaluated = asked(rig, "eval", run.run_id)
-    assert (evaluated["evaluated_run"], evaluated["evaluated_step"]) == (run.run_id, STEPS)
+    assert evaluated["evaluated_run"] == run.run_id
+    assert evaluated["evaluated_step"] == STEPS
     assert evaluated["final_validation_loss"] == pytest.approx(run.read_metrics()[-1]["validation_loss"], rel=1e-5)
     verified = asked(rig, "checkpoint", "verify", run.run_id)["checkpoints"]
     assert [(one["step"], one["problem"]) for one in verified[:2]] == [(STEPS, None), (STEPS - EVERY, None)]

@@ -137,11 +137,15 @@ def named(signature: str, function: Callable[[Any], object]) -> Callable[..., ob
 
 def _flash_attn(module: ModuleType, version: str) -> None:
     def run_forward(given: Any) -> tuple[object, ...]:
-        assert (given.dropout_p, given.alibi_slopes, given.return_softmax) == (0.0, None, False)
+        assert given.dropout_p == 0.0
+        assert given.alibi_slopes is None
+        assert given.return_softmax is False
         return *forward(given, flash2_bias(given)), torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def run_backward(given: Any) -> Tensor:
-        assert (given.dropout_p, given.alibi_slopes, given.rng_state) == (0.0, None, None)
+        assert given.dropout_p == 0.0
+        assert given.alibi_slopes is None
+        assert given.rng_state is None
         for target, found in zip(
             (given.dq, given.dk, given.dv), backward(given, given.softmax_lse, flash2_bias(given)), strict=True
         ):

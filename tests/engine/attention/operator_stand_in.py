@@ -89,8 +89,11 @@ def flash_backward(given: Any) -> tuple[Tensor, ...]:
 
 
 def check_flash(given: Any) -> None:
-    assert (given.cum_seq_q, given.cum_seq_k, given.dropout_p) == (None, None, 0.0)
-    assert (given.max_q, given.max_k) == (given.query.shape[1], given.key.shape[1])
+    assert given.cum_seq_q is None
+    assert given.cum_seq_k is None
+    assert given.dropout_p == 0.0
+    assert given.max_q == given.query.shape[1]
+    assert given.max_k == given.key.shape[1]
     assert given.scale == given.query.shape[-1] ** -0.5
     assert None not in (given.window_size_left, given.window_size_right)
 
@@ -100,7 +103,9 @@ def flash_bias(given: Any) -> Tensor:
 
 
 def cudnn_forward(given: Any) -> tuple[object, ...]:
-    assert (given.attn_bias, given.scale, given.dropout_p) == (None, None, 0.0)
+    assert given.attn_bias is None
+    assert given.scale is None
+    assert given.dropout_p == 0.0
     assert given.compute_log_sumexp
     assert not given.return_debug_mask
     rows, keys = given.query.shape[2], given.key.shape[2]
@@ -112,9 +117,13 @@ def cudnn_forward(given: Any) -> tuple[object, ...]:
 
 
 def cudnn_backward(given: Any) -> tuple[Tensor, ...]:
-    assert (given.attn_bias, given.scale, given.dropout_p) == (None, None, 0.0)
-    assert (given.cum_seq_q, given.cum_seq_k) == (None, None)
-    assert (given.max_q, given.max_k) == (given.query.shape[2], given.key.shape[2])
+    assert given.attn_bias is None
+    assert given.scale is None
+    assert given.dropout_p == 0.0
+    assert given.cum_seq_q is None
+    assert given.cum_seq_k is None
+    assert given.max_q == given.query.shape[2]
+    assert given.max_k == given.key.shape[2]
     assert given.philox_seed.dtype == given.philox_offset.dtype == torch.int64
     assert given.logsumexp.shape == (*given.query.shape[:3], 1)
     assert given.logsumexp.dtype == torch.float32
@@ -130,7 +139,8 @@ def cudnn_backward(given: Any) -> tuple[Tensor, ...]:
 
 def efficient_forward(given: Any) -> tuple[object, ...]:
     check_efficient(given)
-    assert (given.max_seqlen_q, given.max_seqlen_k) == (None, None)
+    assert given.max_seqlen_q is None
+    assert given.max_seqlen_k is None
     assert given.compute_log_sumexp
     query, rows = given.query, given.query.shape[1]
     out, lse = attention(*bhsd(query, given.key, given.value), efficient_bias(given))
@@ -144,7 +154,8 @@ def efficient_backward(given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query, rows = given.query, given.query.shape[1]
     check_efficient(given)
     assert not given.bias_requires_grad
-    assert (given.max_seqlen_q, given.max_seqlen_k) == (rows, given.key.shape[1])
+    assert given.max_seqlen_q == rows
+    assert given.max_seqlen_k == given.key.shape[1]
     assert given.philox_seed.dtype == given.philox_offset.dtype == torch.int64
     assert given.out.is_contiguous()
     assert given.logsumexp.shape == (1, query.shape[2], -(-rows // 32) * 32)
@@ -157,7 +168,10 @@ def efficient_backward(given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def check_efficient(given: Any) -> None:
-    assert (given.cu_seqlens_q, given.cu_seqlens_k, given.scale, given.dropout_p) == (None, None, None, 0.0)
+    assert given.cu_seqlens_q is None
+    assert given.cu_seqlens_k is None
+    assert given.scale is None
+    assert given.dropout_p == 0.0
     assert given.query.shape[2] == given.key.shape[2], "this operator has no grouped heads"
 
 

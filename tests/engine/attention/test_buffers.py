@@ -58,7 +58,9 @@ def test_buffers_of_open_leases_are_disjoint_aligned_and_of_the_right_kind(runs)
         taken[number] = []
         for rows, dtype in shapes:
             tensor = lease.empty((rows, 3), dtype, CPU)
-            assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((rows, 3), dtype, True)
+            assert tensor.shape == (rows, 3)
+            assert tensor.dtype == dtype
+            assert tensor.is_contiguous()
             start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
             assert all(stop <= other or end <= start for spans in taken.values() for other, end in spans)
             taken[number].append((start, stop))

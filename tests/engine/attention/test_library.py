@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_oracle import Inputs, dense_visibility, errors, oracle, random_inputs
+from testkit import ROOT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,6 @@ from engine.config.errors import ConfigError
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
 
-ROOT = Path(__file__).parents[3]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 EXACT = 1e-10  # float64 end to end
 SEQ_LEN = 37  # divides by nothing that the ranks ask for

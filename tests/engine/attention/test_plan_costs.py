@@ -5,7 +5,6 @@ That the plans are right for any shape is shown by test_planners.py and test_met
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -231,7 +230,8 @@ def test_travelling_blocks_need_few_buffers(inner: int, outer: int, buffers: int
     ring = ring_method(inner, outer)
     assert travelling(plans_of(ring, Mask(4 * ring.cp_size)).forward, Kind.KV) <= buffers
     plans = plans_of(ring_method(4, 2, kv_transport="all_gather"))  # gathered ones no longer than they must
-    assert (travelling(plans.forward, Kind.KV), travelling(plans.backward, Kind.DKV) <= 3) == (6, True)
+    assert travelling(plans.forward, Kind.KV) == 6
+    assert travelling(plans.backward, Kind.DKV) <= 3
 
 
 @pytest.mark.parametrize("circulates", ["kv", "q"])
@@ -245,7 +245,8 @@ def test_a_causal_ring_sets_nothing_to_zero(circulates: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("single", "megatron_tp", "fpdt")])
-def test_one_rank_of_many_plans_in_a_moment(preset: Any) -> None:
+def test_one_rank_of_128_plans_itself_alone(preset: Any) -> None:
+    """All pairs of ranks one by one would take longer than a test may."""
     seq_len, topology = 1 << 20, Topology(16, 8)
     config = RunConfig(
         model=ModelConfig(num_heads=128, num_kv_heads=128, head_dim=16),
@@ -254,6 +255,5 @@ def test_one_rank_of_many_plans_in_a_moment(preset: Any) -> None:
     )
     method = method_of(config, topology)
     blocks = divide_sequence(method, seq_len)
-    started = time.process_time()
-    plan_method(method, Mask(seq_len), blocks, 77)
-    assert time.process_time() - started < 1  # a tenth of it is seen; all pairs of ranks one by one would take seconds
+    plans = plan_method(method, Mask(seq_len), blocks, 77)
+    assert set(plans.forward.ranks) == set(plans.backward.ranks) == {77}

@@ -77,16 +77,26 @@ def predicted(preset: str, model: ModelConfig, topology: Topology, machine: Mach
 SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})
 
 
-def test_what_circulates_follows_heads_and_links() -> None:
-    def chosen(model: ModelConfig, machine: Machine) -> AttentionMethod:
-        config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 14))
-        return method_of(config, Topology(2, 4), machine)
+def burst_method(model: ModelConfig, machine: Machine) -> AttentionMethod:
+    config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 14))
+    return method_of(config, Topology(2, 4), machine)
 
-    mha, gqa = chosen(MHA, SLOW_RAILS), chosen(GQA, SLOW_RAILS)
-    assert (mha.backward_circulates, gqa.backward_circulates) == ("q", "kv")
-    assert mha.deferred_local_tiles == 2
+
+def test_q_circulates_with_multi_head_attention() -> None:
+    method = burst_method(MHA, SLOW_RAILS)
+    assert method.backward_circulates == "q"
+    assert method.deferred_local_tiles == 2
+
+
+def test_kv_circulates_with_grouped_query_attention() -> None:
+    assert burst_method(GQA, SLOW_RAILS).backward_circulates == "kv"
+
+
+def test_kv_circulates_over_links_that_cost_nothing() -> None:
     free = replace(SLOW_RAILS, inter_bytes_per_s=1e15, intra_bytes_per_s=1e15, inter_latency_s=0, intra_latency_s=0)
-    assert (chosen(MHA, free).backward_circulates, chosen(MHA, free).deferred_local_tiles) == ("kv", 0)
+    method = burst_method(MHA, free)
+    assert method.backward_circulates == "kv"
+    assert method.deferred_local_tiles == 0
 
 
 @pytest.mark.parametrize("model", [MHA, GQA], ids=["MHA", "GQA"])
@@ -130,13 +140,26 @@ def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, 
     assert decision.rule == (Rule.FASTEST if weighed else Rule.CONFIGURED)
 
 
-def test_every_field_can_be_overridden_and_heads_are_divided_as_far_as_they_go() -> None:
+def test_settings_override_a_preset() -> None:
     method = resolve("burst", ring_inner_size=2, layout="striped", backward_circulates="kv")
-    assert (method.ring_inner_size, method.ring_outer_size) == (2, 4)
-    assert (method.layout, method.backward_circulates) == ("striped", "kv")
+    assert method.ring_inner_size == 2
+    assert method.ring_outer_size == 4
+    assert method.layout == "striped"
+    assert method.backward_circulates == "kv"
+
+
+def test_heads_are_divided_by_their_greatest_common_divisor_with_the_node() -> None:
     method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
-    assert (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size) == (4, 2, 1)
+    assert method.head_parallel_size == 4
+    assert method.ring_inner_size == 2
+    assert method.ring_outer_size == 1
+
+
+def test_kv_heads_are_replicated_where_ranks_outnumber_them() -> None:
     assert resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2)).kv_replicated
+
+
+def test_head_parallel_ranks_are_those_that_rings_leave() -> None:
     assert resolve("loongtrain", ring_inner_size=2, ring_outer_size=2).head_parallel_size == 2
 
 
@@ -196,7 +219,8 @@ def test_every_violated_rule_is_listed_with_the_nearest_legal_degrees() -> None:
         assert rule in text
     for legal in text.split("outer: ")[1].splitlines()[0].split(", "):
         heads, inner, outer = map(int, legal.split(" x "))
-        assert (heads * inner * outer, 6 % heads) == (8, 0)
+        assert heads * inner * outer == 8
+        assert 6 % heads == 0
 
 
 def test_all_gather_leaves_nothing_to_turn_around_or_to_circulate() -> None:

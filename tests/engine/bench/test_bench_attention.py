@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from testkit.ranks import Pools
 from torch import Tensor
@@ -49,30 +50,58 @@ def test_turns_are_fair_and_warm_up_does_not_count() -> None:
     assert {members[0] for members in rounds} == {"a", "b", "c"}
 
 
-def test_what_is_left_are_seconds_bytes_and_reasons(ranks: Pools) -> None:
-    """A ring sends K,V once forward; in backward K,V once and the other's fp32 dK,dV home. Chunks go to the host."""
-    document, _ = ranks(2).run(measure, CELL, torch.device("cpu"))
-    ring, chunks = document["results"]
-    assert {name: reason.split(": no kernel")[0] for name, reason in document["skipped"].items()} == {
-        "ring:kernel=aten_flash": "attention.kernel=aten_flash"
-    }
+@pytest.fixture(scope="module")
+def document(ranks: Pools) -> dict[str, Any]:
+    """The results of CELL, measured on two ranks."""
+    measured: dict[str, Any] = ranks(2).run(measure, CELL, torch.device("cpu"))[0]
+    return measured
+
+
+def test_unavailable_kernel_is_skipped_with_its_reason(document: dict[str, Any]) -> None:
+    ((name, reason),) = document["skipped"].items()
+    assert name == "ring:kernel=aten_flash"
+    assert reason.startswith("attention.kernel=aten_flash: no kernel")
+
+
+def test_results_carry_their_settings(document: dict[str, Any]) -> None:
+    chunks = document["results"][1]
+    assert chunks["variant"] == "fpdt:chunk_tokens=8"
+    assert chunks["mask"] == "full"
+    assert chunks["seq_len"] == ROWS
+    assert chunks["method"]["chunk_tokens"] == 8
+
+
+def test_ring_reports_the_bytes_of_its_plan(document: dict[str, Any]) -> None:
+    """K,V once in forward; in backward K,V once and the fp32 dK,dV back to their owner."""
     block = (ROWS // 2) * 2 * KV_HEADS * HEAD_DIM * 2
     sent = {"intra": 0, "inter": 8 * block, "host": 0, "forward": 2 * block, "backward": 6 * block}
-    assert ring["sent_bytes_all_ranks"] == sent
-    assert chunks["sent_bytes_all_ranks"]["host"] > 0
+    assert document["results"][0]["sent_bytes_all_ranks"] == sent
+
+
+def test_chunked_attention_reports_bytes_moved_to_the_host(document: dict[str, Any]) -> None:
+    assert document["results"][1]["sent_bytes_all_ranks"]["host"] > 0
+
+
+def test_time_ratio_is_relative_to_the_first_result(document: dict[str, Any]) -> None:
+    ring, chunks = document["results"]
     assert ring["time_over_first"] == 1.0
     assert chunks["time_over_first"] == chunks["total"]["median_s"] / ring["total"]["median_s"]
-    for row in (ring, chunks):
-        timings: dict[str, Any] = {name: row.pop(name) for name in ("forward", "backward", "total")}
-        alone = row.pop("without_communication")
-        for timing in (*timings.values(), alone):
+
+
+def test_timings_are_ordered(document: dict[str, Any]) -> None:
+    for row in document["results"]:
+        for name in ("forward", "backward", "total", "without_communication"):
+            timing = row[name]
             assert 0 < timing["min_s"] <= timing["median_s"] <= timing["max_s"]
             assert timing["repeats"] == 3
-        total, forward, backward = (timings[name]["max_s"] for name in ("total", "forward", "backward"))
-        assert max(timings["forward"]["min_s"], timings["backward"]["min_s"]) < total <= forward + backward + 1e-9
-        assert row["exposed_s"] == timings["total"]["median_s"] - alone["median_s"]
-    shown = {"variant", "mask", "seq_len", "sent_bytes_all_ranks", "exposed_s", "method", "time_over_first"}
-    assert set(ring) == set(chunks) == shown
-    assert (chunks["variant"], chunks["mask"], chunks["seq_len"]) == ("fpdt:chunk_tokens=8", "full", ROWS)
-    assert (chunks["method"]["preset"], chunks["method"]["chunk_tokens"]) == ("fpdt", 8)
-    assert {"date", "device", "cores", "threads", "load", "platform", "python", "torch"} == set(document["environment"])
+
+
+def test_total_time_is_between_its_longer_pass_and_the_sum_of_both(document: dict[str, Any]) -> None:
+    for row in document["results"]:
+        longer = max(row["forward"]["min_s"], row["backward"]["min_s"])
+        assert longer < row["total"]["max_s"] <= row["forward"]["max_s"] + row["backward"]["max_s"] + 1e-9
+
+
+def test_exposed_communication_is_the_total_minus_compute_alone(document: dict[str, Any]) -> None:
+    for row in document["results"]:
+        assert row["exposed_s"] == row["total"]["median_s"] - row["without_communication"]["median_s"]

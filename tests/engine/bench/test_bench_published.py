@@ -15,16 +15,29 @@ def row(model: str, method: str, seq_len: int) -> Row:
     return found
 
 
-def test_every_published_speed_of_what_is_known_here_is_compared_once_and_planned_as_the_source_ran_it() -> None:
+def test_every_published_speed_is_compared_once() -> None:
     rows = published_rows()
     assert len(rows) == len(set(rows)) == 36
     assert {one.hardware for one in rows} == {"A800-80GB", "8xH100"}
+
+
+def test_published_run_on_one_rank_is_planned_as_its_source_ran_it() -> None:
     config = row("14b", "burst", 32768).config
-    assert (config.attention.preset, config.memory.activation_checkpoint) == ("single", "attn_out")
-    assert (config.memory.optimizer_store, config.train.compute_dtype) == ("host", "bfloat16")
+    assert config.attention.preset == "single"
+    assert config.memory.activation_checkpoint == "attn_out"
+    assert config.memory.optimizer_store == "host"
+    assert config.train.compute_dtype == "bfloat16"
+
+
+def test_published_run_on_32_ranks_is_planned_as_its_source_ran_it() -> None:
     half = row("7b", "burst/seq_fraction_0.5", 2**21)
-    assert (half.config.memory.saved_fraction, half.world.nodes, half.world.local_ranks) == (0.5, 4, 8)
-    assert half.whole_logits_gb == 0.0
+    assert half.config.memory.saved_fraction == 0.5
+    assert half.world.nodes == 4
+    assert half.world.local_ranks == 8
+
+
+def test_whole_logits_count_only_for_sources_without_a_fused_loss() -> None:
+    assert row("7b", "burst/seq_fraction_0.5", 2**21).whole_logits_gb == 0.0
     assert row("14b", "loongtrain_usp/attn_out", 2**20).whole_logits_gb == 4 * 32768 * 120_000 / 1e9
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from testkit.clock import Clock
+from testkit.golden import Golden
 
 from benchmarks.gpu import steps
 from benchmarks.gpu.plan import Measurement, Part, Row, select
@@ -91,7 +92,9 @@ def test_parts_stop_between_measurements_when_their_share_is_used() -> None:
     assert first["share_s"] == 25
     assert statuses(first) == ["measured", "measured", "skipped"]
     assert "10 s" in first["rows"][2]["error"]
-    assert (statuses(second), second["share_s"]) == (["measured"], 80)  # what the first left is the second's
+    # what the first left is the second's
+    assert statuses(second) == ["measured"]
+    assert second["share_s"] == 80
 
 
 def test_waiting_for_what_a_measurement_needs_does_not_make_the_device_look_slow() -> None:
@@ -142,19 +145,34 @@ def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_n
         assert {row["label"] for row in rows} >= {measurement.label for measurement in planned.measurements}
 
 
-def test_rows_say_what_became_of_measurements_and_are_saved_after_each() -> None:
-    parts = [part("a", "1", "broken", "2"), part("b", "broken"), part("c", "1", tflops=100.5)]
-    documents, _, saved = run(parts, budget_s=1000)
-    assert [(document["status"], *statuses(document)) for document in documents] == [
+@pytest.fixture
+def session() -> Any:
+    """What `run` returns of three parts: one with a failure, one of failures alone, one above the peak."""
+    return run([part("a", "1", "broken", "2"), part("b", "broken"), part("c", "1", tflops=100.5)], budget_s=1000)
+
+
+def test_part_has_the_status_of_its_rows(session: Any) -> None:
+    assert [(document["status"], *statuses(document)) for document in session[0]] == [
         ("partial", "measured", "failed", "measured"),
         ("failed", "failed"),
         ("failed", "above peak"),
     ]
-    assert documents[0]["rows"][1]["error"] == "RuntimeError: no such kernel"
-    error = documents[2]["rows"][0]["error"]
-    assert ("measurement error" in error, "100" in error) == (True, True)
-    sizes = [[len(document["rows"]) for document in one] for one in saved]
-    assert (sizes[:2], sizes[-1]) == ([[1], [2]], [3, 1, 1])
+
+
+def test_failed_row_has_its_error(session: Any) -> None:
+    assert session[0][0]["rows"][1]["error"] == "RuntimeError: no such kernel"
+
+
+def test_row_above_the_peak_is_a_measurement_error(session: Any) -> None:
+    error = session[0][2]["rows"][0]["error"]
+    assert "measurement error" in error
+    assert "100" in error
+
+
+def test_session_is_saved_after_each_measurement(session: Any) -> None:
+    sizes = [[len(document["rows"]) for document in documents] for documents in session[2]]
+    assert sizes[:2] == [[1], [2]]
+    assert sizes[-1] == [3, 1, 1]
 
 
 def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
@@ -203,7 +221,8 @@ def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left
     assert "no policy fits" in policy.reason
     check_run(policy.config)
     unknown = steps.choose_policy(whole, "Imaginary 9000", predict, HARDWARE)
-    assert (unknown.fits, unknown.config.memory.activation_checkpoint) == (False, "full")
+    assert unknown.fits is False
+    assert unknown.config.memory.activation_checkpoint == "full"
     few, all_layers = steps.plan(steps.StepSizes(points=((2, 1048576), (32, 1048576))), "cuda").measurements
     config = steps.config_of(steps.resolved(few, policy))
     assert config == replace(policy.config, model=replace(policy.config.model, num_layers=2))
@@ -270,23 +289,27 @@ def test_goals_are_judged_by_their_limits(part_name: str, row: Row, words: str, 
     assert verdicts(document_of(**{part_name: [row]}), words) == [expected]
 
 
-def test_the_page_shows_goals_failures_and_unknown_parts() -> None:
+def test_page_of_a_session(golden: Golden) -> None:
+    """A goal that is missed, failures of one cause on a line, what had no time, figures rounded."""
     other = [{"label": "x", "status": "measured", "error": None, "gb_per_s": 1234.567, "op": "merge"}]
     failed = [{"label": name, "status": "failed", "error": "RuntimeError: a | b\nc"} for name in ("fa3", "fa4")]
     failed += [{"label": name, "status": "skipped", "error": "", "needed_s": 6.2} for name in ("d", "e")]
     document = document_of(elementwise=other, tiles=failed)
     document["targets"] = [{"target": "goal", "verdict": "MISSED", "measured": "94%"}]
-    text = markdown(document)
-    assert "| goal | MISSED | 94% |" in text
-    assert "- failed: fa3; fa4: RuntimeError: a / b c\n- skipped, no time: d (6 s); e (6 s)\n" in text
-    assert "| gb_per_s | op |" in text
-    assert "| 1235 | merge |" in text
+    golden("bench/gpu_page.md", markdown(document))
+
+
+def test_page_has_columns_for_keys_that_only_some_rows_have() -> None:
     cases = [{"label": "c", "status": "measured", "error": None, "case": case, case: 1} for case in ("copy", "adam")]
     assert "| case | adam |" in markdown(document_of(offload=cases))
-    assert "cuDNN | H200 | 32,768 | 688 | 581" in text
-    assert "dry run" not in text
-    assert "Not complete" in markdown(document | {"complete": False})
-    assert "dry run" in markdown(document | {"device": "cpu"})
+
+
+def test_page_of_an_unfinished_session_says_so() -> None:
+    assert "Not complete" in markdown(document_of() | {"complete": False})
+
+
+def test_page_of_a_session_without_a_gpu_says_so() -> None:
+    assert "dry run" in markdown(document_of() | {"device": "cpu"})
 
 
 def call(workers: Workers, name: str, timeout_s: float = 60.0, **settings: Any) -> list[Row]:
@@ -296,7 +319,8 @@ def call(workers: Workers, name: str, timeout_s: float = 60.0, **settings: Any) 
 def test_workers_survive_what_raises_dies_or_hangs() -> None:
     with contextlib.closing(Workers("cpu")) as workers:
         first = call(workers, "works", value=1)[0]
-        assert (first["value"], first["device"]) == (1, "cpu")
+        assert first["value"] == 1
+        assert first["device"] == "cpu"
         assert call(workers, "works", value=2)[0]["pid"] == first["pid"]
         with pytest.raises(MeasurementError, match=r"ValueError: this kernel is broken \(gpu_faults.py:\d+\)"):
             call(workers, "raises")

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.rig.network import PREFIX, RAIL_INTERFACE, Rig, namespace
+from testkit import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
+from benchmarks.rig.network import PREFIX, RAIL_INTERFACE, Rig, namespace
 
 
 def test_every_rail_is_shaped_both_ways_and_nothing_else_is() -> None:

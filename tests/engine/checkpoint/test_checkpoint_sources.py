@@ -27,28 +27,48 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_another_runs_folder_is_read_and_left_as_it_is(
-    ranks: Pools, rings: tuple[str, dict[str, Any]], tmp_path: Path
+@pytest.fixture
+def source(rings: tuple[str, dict[str, Any]], tmp_path: Path) -> Path:
+    """Another run: a checkpoint, a copy of it named after step 9, and one that was never finished."""
+    folder = tmp_path / "source"
+    shutil.copytree(rings[0], folder / "checkpoints")
+    shutil.copytree(folder / "checkpoints" / SAVED, folder / "checkpoints" / "step-00000009")
+    (folder / "checkpoints" / "step-00000010.tmp-ab").mkdir()
+    return folder
+
+
+def test_checkpoint_of_another_run_is_restored(
+    ranks: Pools, rings: tuple[str, dict[str, Any]], source: Path, tmp_path: Path
 ) -> None:
-    root, whole = rings
-    source, own = tmp_path / "source", f"{tmp_path}/own"
-    shutil.copytree(root, source / "checkpoints")
-    newest = source / "checkpoints" / "step-00000009"
-    shutil.copytree(source / "checkpoints" / SAVED, newest)  # holds another step than its name says
-    (source / "checkpoints" / "step-00000010.tmp-ab").mkdir()
+    for step, digest, message in ranks(2).run(restore, RINGS.config, f"{tmp_path}/own", str(source)):
+        assert step == STEPS
+        assert digest == rings[1]["hashes"][STEPS]
+        assert "step 9 is passed over" in message or not message
+
+
+def test_reading_another_run_changes_none_of_its_files(ranks: Pools, source: Path, tmp_path: Path) -> None:
     before = contents(source)
-    for step, digest, told in ranks(2).run(restore, RINGS.config, own, str(source)):
-        assert (step, digest) == (STEPS, whole["hashes"][STEPS])
-        assert "step 9 is skipped" in told or not told
-    for step, _, told in ranks(2).run(restore, RINGS.config, own, str(newest)):
-        assert (step, f"holds step {STEPS}" in told) == (None, True)
+    ranks(2).run(restore, RINGS.config, f"{tmp_path}/own", str(source))
     assert contents(source) == before
-    shutil.rmtree(source / "checkpoints" / SAVED)
-    for step, _, told in ranks(2).run(restore, RINGS.config, own, str(source)):  # nor is any left
-        assert (step, f"holds step {STEPS}" in told) == (None, True)
-    for step, _, told in ranks(2).run(restore, RINGS.config, own, f"{tmp_path}/gone"):
-        assert (step, told.startswith(f"cannot continue from {tmp_path}/gone: ")) == (None, True)
-        assert "holds no checkpoint" in told
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "the only one"])
+def test_checkpoint_under_the_name_of_another_step_is_refused(
+    ranks: Pools, source: Path, tmp_path: Path, named: bool
+) -> None:
+    if not named:
+        shutil.rmtree(source / "checkpoints" / SAVED)
+    given = source / "checkpoints" / "step-00000009" if named else source
+    for step, _, message in ranks(2).run(restore, RINGS.config, f"{tmp_path}/own", str(given)):
+        assert step is None
+        assert f"holds step {STEPS}" in message
+
+
+def test_missing_source_is_named(ranks: Pools, tmp_path: Path) -> None:
+    for step, _, message in ranks(2).run(restore, RINGS.config, f"{tmp_path}/own", f"{tmp_path}/gone"):
+        assert step is None
+        assert message.startswith(f"cannot continue from {tmp_path}/gone: ")
+        assert "holds no checkpoint" in message
 
 
 @pytest.mark.parametrize("named", ["", "/checkpoints", f"/checkpoints/{SAVED}"])
@@ -105,9 +125,11 @@ def test_a_new_node_gets_all_it_needs_from_the_others_unless_a_disk_is_lost(
     before = contents(Path(copies[0]))
     for roots in ([copies[0], f"{tmp_path}/newer"], [copies[0]] * 2):  # and no new beginning
         for step, _, told in ranks(2).run(restore, RINGS.config, roots):
-            assert (step, "are on a disk that no rank sees" in told) == (None, True)
+            assert step is None
+            assert "are on a disk that no rank sees" in told
     assert contents(Path(copies[0])) == before
     for step in Path(copies[1]).glob("step-*"):  # a first save that did not reach every disk is none
         shutil.rmtree(step)
     for found in ranks(2).run(restore, RINGS.config, copies):
-        assert (found[0], found[2]) == (None, "")
+        assert found[0] is None
+        assert found[2] == ""

@@ -40,21 +40,36 @@ def steps(root: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(root)]
 
 
-def test_what_is_committed_is_read_back_and_the_newest_comes_first_whatever_the_number_of_digits(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_is_read_back(tmp_path: Path) -> None:
+    path = write(tmp_path, 99999999, loss=1.5)
+    assert path.name == "step-99999999"
+    assert read_manifest(path).state == {"loss": 1.5}
+    assert read_manifest(path).bytes == 8
+
+
+def test_state_that_is_no_number_is_saved_as_null(tmp_path: Path) -> None:
+    assert read_manifest(write(tmp_path, 5, loss=float("nan"))).state == {"loss": None}
+
+
+def test_checkpoints_are_ordered_by_step_whatever_its_digits(tmp_path: Path) -> None:
     for step in (5, 123456789, 99999999):
-        path = write(tmp_path, step, loss=float("nan"))
-    assert (path.name, read_manifest(path).state) == ("step-99999999", {"loss": None})  # no number, and no damage
-    assert steps(tmp_path) == [123456789, 99999999, 5]
+        write(tmp_path, step)
     newest = tmp_path / "step-123456789"
+    assert steps(tmp_path) == [123456789, 99999999, 5]
     assert newest_verified(tmp_path) == (Checkpoint(123456789, newest), read_manifest(newest))
-    assert read_manifest(newest).bytes == 8
-    manifest = read_manifest(write(tmp_path, 8, number=1.0, flag=True, below=-1, zero=0, three=3))
-    assert (manifest.whole("zero"), manifest.whole("three")) == (0, 3)
-    for name, value in {"number": 1.0, "flag": True, "below": -1, "gone": None}.items():
-        with pytest.raises(CheckpointError, match=f"step 8 does not say its {name}: got {value}"):
-            manifest.whole(name)
+
+
+def test_whole_numbers_of_a_state_are_read(tmp_path: Path) -> None:
+    manifest = read_manifest(write(tmp_path, 8, zero=0, three=3))
+    assert manifest.whole("zero") == 0
+    assert manifest.whole("three") == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("number", 1.0), ("flag", True), ("below", -1), ("gone", None)])
+def test_value_that_is_no_count_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    manifest = read_manifest(write(tmp_path, 8, number=1.0, flag=True, below=-1))
+    with pytest.raises(CheckpointError, match=f"step 8 does not say its {name}: got {value}"):
+        manifest.whole(name)
 
 
 @pytest.mark.parametrize("removed", ["", ".gone-cd"])
@@ -141,7 +156,8 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, name: str) 
     damage(newer)
     told: list[str] = []
     found = newest_verified(tmp_path, on_bad=lambda _, why: told.append(why))
-    assert (found and found[0].path, [text in why for why in told]) == (older, [True])
+    assert (found and found[0].path) == older
+    assert [text in why for why in told] == [True]
 
 
 def test_no_byte_of_a_manifest_can_change_unnoticed(tmp_path: Path) -> None:
@@ -183,7 +199,8 @@ def test_a_disk_is_identified_by_a_file_on_it(tmp_path: Path) -> None:
     first = storage_id(one)
     assert storage_id(one) == first == storage_id(tmp_path / "link")
     assert storage_id(tmp_path / "two") != first
-    assert (len(first), stat.S_IMODE(one.stat().st_mode)) == (32, 0o700)
+    assert len(first) == 32
+    assert stat.S_IMODE(one.stat().st_mode) == 0o700
     assert [child.name for child in one.iterdir()] == ["storage"]
 
 

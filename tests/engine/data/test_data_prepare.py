@@ -109,10 +109,13 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", made["identity"].pop("files_hash"))
     unnamed = {"tokenizer_hash": None, "template_hash": None}
     assert made == {"identity": {"version": 2, "config": config_facts(config), **unnamed}}
-    assert (len(first.path.name), list(config_facts(config))) == (16, FACTS.split())
+    assert len(first.path.name) == 16
+    assert set(config_facts(config)) == set(FACTS.split())
     seen: list[Progress] = []
     second = prepare(config, progress=seen.append)
-    assert (second.path, second.content_hash, seen) == (first.path, first.content_hash, [])
+    assert second.path == first.path
+    assert second.content_hash == first.content_hash
+    assert seen == []
     assert (first.path / "prepared.json").stat().st_mtime_ns == facts
     assert prepared_in(cache) == [first.path]
 
@@ -141,24 +144,38 @@ def test_settings_that_change_the_tokens_are_facts_and_no_others(name: str, valu
     assert when is None or config_facts(replace(plain, **{name: value})) == config_facts(plain)
 
 
-def test_what_was_made_of_something_else_is_made_again_in_the_cache_and_refused_in_a_chosen_folder(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_changed_sources_are_prepared_again_in_the_cache(corpus: Path) -> None:
     config = text_config(corpus)
-    chosen = replace(config, prepared_dir=str(tmp_path / "out"))
     first = prepare(config)
-    assert prepare(chosen).content_hash == first.content_hash
-    changed = replace(chosen, tokenizer="bpe", max_bytes=5)
-    for call in (prepare, open_prepared):
-        with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
-            call(changed)
     (corpus / "000.txt").write_text("something new")
     second = prepare(config)
     assert second.path != first.path
     assert second.content_hash != first.content_hash
     assert "something new" in texts_in(second)
+
+
+def test_chosen_folder_holds_the_same_data_as_the_cache(corpus: Path, tmp_path: Path) -> None:
+    config = text_config(corpus)
+    assert prepare(replace(config, prepared_dir=str(tmp_path / "out"))).content_hash == prepare(config).content_hash
+
+
+@pytest.mark.parametrize("call", [prepare, open_prepared])
+def test_chosen_folder_made_with_other_settings_is_refused(corpus: Path, tmp_path: Path, call: Any) -> None:
+    chosen = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    prepare(chosen)
+    with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
+        call(replace(chosen, tokenizer="bpe", max_bytes=5))
+
+
+def test_chosen_folder_made_from_other_sources_is_refused(corpus: Path, tmp_path: Path) -> None:
+    chosen = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    prepare(chosen)
+    (corpus / "000.txt").write_text("something new")
     with pytest.raises(DataError, match="files_hash: made with"):
         prepare(chosen)
+
+
+def test_chosen_folder_that_holds_other_files_is_left_alone(corpus: Path) -> None:
     with pytest.raises(DataError, match="holds other things"):
         prepare(text_config(corpus, prepared_dir=str(corpus)))
     assert len(list(corpus.iterdir())) == len(TEXTS)
@@ -171,7 +188,8 @@ def test_ranks_open_what_was_prepared_without_its_sources_and_tokenizer(corpus: 
         open_prepared(config)
     (tmp_path / "out").mkdir()
     made = prepare(config)
-    assert (made.path, made.train.manifest.vocab_size) == (tmp_path / "out", 280)
+    assert made.path == tmp_path / "out"
+    assert made.train.manifest.vocab_size == 280
     for path in (*corpus.iterdir(), tmp_path / "tokenizer.json"):
         path.unlink()
     opened = open_prepared(config)
@@ -317,9 +335,11 @@ def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
     folder = write_token_set(tmp_path / "s", list(range(40)), eod_id=99)
     prepared = prepare(shards_config(folder / "manifest.json"))
     assert prepared.path == folder  # where its tokenizer would be
-    assert (prepared.train.token_count, prepared.validation.token_count) == (30, 10)
+    assert prepared.train.token_count == 30
+    assert prepared.validation.token_count == 10
     assert prepared.validation.read(0, 2).tolist() == [30, 31]
-    assert (prepared.train.manifest.eod_id, prepared.token_bytes) == (99, None)
+    assert prepared.train.manifest.eod_id == 99
+    assert prepared.token_bytes is None
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         prepared.load_tokenizer()
 

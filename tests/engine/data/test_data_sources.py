@@ -189,16 +189,30 @@ def test_neither_side_is_empty_and_every_document_is_whole_on_one(texts: list[li
     assert sorted(train + validation) == sorted(texts)
 
 
-def test_equal_documents_are_on_one_side_in_any_order_which_has_its_fraction_and_hardly_more() -> None:
+def test_validation_has_its_fraction_of_the_text() -> None:
     chunks = make_pieces(*(f"document {index} " * 5 for index in range(2000)))
     share = size(sides_of(chunks, 0.05)[1]) / size(chunks)
     assert 0.05 <= share <= 0.05 + 3 / 2000  # a hash value of 16 bits rarely has more than a few documents
+
+
+def test_equal_documents_are_on_one_side() -> None:
     texts = [f"text {index % 50}" for index in range(100)]
     train, validation = ({chunk.text for chunk in side} for side in sides_of(make_pieces(*texts), 0.2))
     assert not train & validation
-    assert {chunk.text for chunk in sides_of(make_pieces(*reversed(texts)), 0.2)[1]} == validation
-    assert [len(side) for side in sides_of(make_pieces(*["same"] * 10), 0.1)] == [9, 1]  # of one alone a copy
-    for halves in ([f"half {index}", f"rest {index}"] for index in range(9)):  # neither of which has most of the text
+
+
+def test_order_of_documents_does_not_change_their_side() -> None:
+    texts = [f"text {index % 50}" for index in range(100)]
+    sides = [{chunk.text for chunk in sides_of(make_pieces(*order), 0.2)[1]} for order in (texts, texts[::-1])]
+    assert sides[0] == sides[1]
+
+
+def test_validation_of_one_repeated_document_is_one_copy() -> None:
+    assert [len(side) for side in sides_of(make_pieces(*["same"] * 10), 0.1)] == [9, 1]
+
+
+def test_validation_of_two_equal_halves_is_the_lower_hash() -> None:
+    for halves in ([f"half {index}", f"rest {index}"] for index in range(9)):
         lower = min(halves, key=lambda text: blake2b(text.encode(), digest_size=2).digest())
         assert [chunk.text for chunk in sides_of(make_pieces(*halves), 0.1)[1]] == [lower]
 

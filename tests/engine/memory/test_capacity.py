@@ -32,16 +32,29 @@ def found(hardware: Hardware, device: str | None = None, ranks: int = 8, **secti
 def test_the_default_device_of_plans_is_an_h100() -> None:
     assert found(LAPTOP) == H100
     alone = found(LAPTOP, "gh200")  # which no vendor's server has eight of
-    assert (alone.host_bytes_per_node, alone.host_source) == (None, "unknown")
+    assert alone.host_bytes_per_node is None
+    assert alone.host_source == "unknown"
     assert found(LAPTOP, "80GB") == Capacity("80GB", 80 * GB, "as given: 80,000,000,000 bytes", None, "unknown", 8)
 
 
-def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone() -> None:
+def test_gpus_of_this_machine_are_planned_for() -> None:
     assert found(SERVER) == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 1000 * GB, "test", 8)
+
+
+def test_machine_of_the_configuration_is_preferred_to_the_local_gpus() -> None:
     assert found(SERVER, **A100).device_name == "a100"
+
+
+def test_option_is_preferred_to_the_machine_of_the_configuration() -> None:
     assert found(SERVER, "h100", **A100).device_name == "h100"
+
+
+def test_unknown_device_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"got 'h10'.*a size such as 80GB.*h100"):
         found(LAPTOP, "h10")
+
+
+def test_gpu_of_unknown_memory_is_not_counted() -> None:
     text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
     assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
 
@@ -60,8 +73,10 @@ def test_on_a_cpu_the_ranks_share_the_host_memory_and_it_is_said_whose_it_is() -
 @pytest.mark.parametrize("device", [None, "h100", "1GB", "cpu"])
 def test_the_configuration_has_the_last_word(device: str | None) -> None:
     one = found(SERVER, device, 7, memory={"device_bytes": 5 * GB, "host_bytes": 7 * GB})
-    assert (one.device_bytes, one.host_bytes_per_node) == (5 * GB, 7 * GB)
-    assert (one.device_source, one.host_source) == ("memory.device_bytes", "memory.host_bytes")
+    assert one.device_bytes == 5 * GB
+    assert one.host_bytes_per_node == 7 * GB
+    assert one.device_source == "memory.device_bytes"
+    assert one.host_source == "memory.host_bytes"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,9 @@ def test_what_fits_leaves_room_in_the_memory_that_is_fuller(
 ) -> None:
     room = Capacity("d", 80 * GB, "", None if host_gb is None else host_gb * GB, "", 8, shared)
     fit = room.fit(*(size * GB for size in needs))
-    assert ((fit.device, fit.host), fit.headroom_bytes, fit.fits) == (fits, headroom_gb * GB, all(fits))
+    assert (fit.device, fit.host) == fits
+    assert fit.headroom_bytes == headroom_gb * GB
+    assert fit.fits == all(fits)
 
 
 @pytest.fixture

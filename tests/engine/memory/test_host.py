@@ -31,7 +31,8 @@ def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
         memory = host_empty((4, 6), torch.float32, pinned=False)
     memory.add_(torch.ones(6, requires_grad=True).detach())
     view = memory[1:].t().view(torch.int32)
-    assert (memory.shape, memory.dtype) == ((4, 6), torch.float32)
+    assert memory.shape == (4, 6)
+    assert memory.dtype == torch.float32
     assert is_in_host_memory(view)
     assert not is_in_host_memory(memory.clone())
 
@@ -68,21 +69,37 @@ def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
     assert seen[0][0] == 0
 
 
-def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_as_oom() -> None:
+def exhausted() -> tuple[HostPool, HostMemoryError]:
+    """A pool of 1,000 bytes with 700 in use, and its refusal of 400 more."""
     pool = HostPool(1000)
     pool.take(700)
     with pytest.raises(HostMemoryError) as caught:
         pool.take(400)
-    text = str(caught.value)
-    named = ["400 more bytes", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
-    assert [words for words in named if words not in text] == []
-    assert describe_error(caught.value)["kind"] == "oom"
-    assert pool.in_use_bytes == 700
-    idle = pool.take(300)
-    pool.give_back(idle)
-    assert (pool.idle_bytes, pool.in_use_bytes) == (300, 700)
-    assert pool.take(200)[0][0].numel() == 200  # idle buffers make way
-    assert (pool.idle_bytes, pool.in_use_bytes) == (0, 900)
+    return pool, caught.value
+
+
+@pytest.mark.parametrize(
+    "words", ["400 more bytes", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
+)
+def test_exceeded_host_memory_is_reported_with_sizes_and_remedies(words: str) -> None:
+    assert words in str(exhausted()[1])
+
+
+def test_exceeded_host_memory_ends_a_run_as_out_of_memory() -> None:
+    assert describe_error(exhausted()[1])["kind"] == "oom"
+
+
+def test_refused_request_takes_nothing_from_the_pool() -> None:
+    assert exhausted()[0].in_use_bytes == 700
+
+
+def test_idle_buffers_are_released_before_the_limit_is_exceeded() -> None:
+    pool, _ = exhausted()
+    pool.give_back(pool.take(300))
+    assert pool.idle_bytes == 300
+    assert pool.take(200)[0][0].numel() == 200
+    assert pool.idle_bytes == 0
+    assert pool.in_use_bytes == 900
 
 
 def test_chunks_taken_before_the_limit_is_hit_are_returned() -> None:

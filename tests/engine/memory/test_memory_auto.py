@@ -116,7 +116,9 @@ def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(
     best, chosen = candidates_of(choice)[0], choice.config.memory
     said = {name: value for name, value in asked.items() if hasattr(chosen, name)}
     assert asdict(chosen).items() >= {**said, **expected}.items()
-    assert (choice.memory_fits, choice.prediction, best.memory) == (True, best.prediction, chosen)
+    assert choice.memory_fits
+    assert choice.prediction == best.prediction
+    assert best.memory == chosen
     assert {one.memory.tile_tokens for one in candidates_of(choice)} == {None, tile_tokens}
     # The optimizer on the host is weighed unless the best policy costs nothing.
     costs = best.cost.recompute_flops + best.cost.moved_bytes > 0
@@ -151,7 +153,9 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     assert predict.asked == ["none"]
     assert {one.memory.host_layers for one in candidates_of(choice)} == {None}  # none need lie there
     first, second, *_ = [candidate.to_dict() for candidate in candidates_of(choice)]
-    assert (first["fits"], first["fits_device"], first["fits_host"]) == (True, True, True)
+    assert first["fits"] is True
+    assert first["fits_device"] is True
+    assert first["fits_host"] is True
     assert first["needed_bytes"] == (choice.prediction and choice.prediction.needed_bytes)
     unknown = ("fits", "fits_device", "fits_host", "device_peak_bytes", "needed_bytes", "host_peak_bytes", "step_s")
     assert [second[name] for name in unknown] == [None] * len(unknown)
@@ -160,26 +164,37 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     assert second.items() >= {"kept_bytes": cost.kept_bytes, "moved_bytes": cost.moved_bytes, **again}.items()
 
 
-def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
-    """What one policy works with is not charged to another, and a peak that layers on the host do not lower ends it."""
+def test_memory_of_one_policy_is_not_charged_to_another() -> None:
     full = resolved(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
-    assert (full.memory_fits, full.config.memory.activation_checkpoint) == (True, "full")
+    assert full.memory_fits
+    assert full.config.memory.activation_checkpoint == "full"
+
+
+def test_policy_is_left_once_layers_on_the_host_do_not_lower_its_peak() -> None:
     high = Predictor(least_gb=41)
     assert resolved(high, capacity(40), tile_tokens=4096).memory_fits
     assert high.asked.count("none") == 3
+
+
+def test_policy_that_a_prediction_refutes_is_not_chosen() -> None:
     refuted = auto(150).config.memory
     choice = resolved(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
-    assert (choice.memory_fits, choice.config.memory == refuted) == (True, False)
+    assert choice.memory_fits
+    assert choice.config.memory != refuted
     assert [one.fits for one in candidates_of(choice) if one.memory == refuted] == [False]
+
+
+def test_search_ends_after_two_predictions_per_policy() -> None:
     never = Predictor(lambda config: 30.0)
-    choice = resolved(never, capacity(100))
-    assert (choice.memory_fits, len(never.asked) <= 2 * 12) == (False, True)
+    assert resolved(never, capacity(100)).memory_fits is False
+    assert len(never.asked) <= 2 * 12
 
 
 def test_named_settings_are_not_changed() -> None:
     configured = seven_b(memory={"activation_checkpoint": "full"})
     run = resolve_run(configured, WORLD, H100, capacity(1), PREDICT)
-    assert (run.config, run.decision(POLICY).rule) == (configured, Rule.CONFIGURED)
+    assert run.config == configured
+    assert run.decision(POLICY).rule == Rule.CONFIGURED
     assert auto(100, activation_store="device", tile_tokens=2048).config.memory.tile_tokens == 2048
 
 
@@ -217,7 +232,8 @@ def test_an_open_policy_is_rated_as_saving_everything() -> None:
     found = Adviser(capacity(2000), machine, PREDICT).recommend(asked, resolved, world)
     steps = [step_of(resolved, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
     assert found is not None
-    assert (found.change, found.saving) == ("--ranks 4 --nodes 1", pytest.approx(1 - steps[1] / steps[0]))
+    assert found.change == "--ranks 4 --nodes 1"
+    assert found.saving == pytest.approx(1 - steps[1] / steps[0])
 
 
 def test_of_methods_the_fastest_is_advised() -> None:

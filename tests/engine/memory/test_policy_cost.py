@@ -100,7 +100,8 @@ def test_products_that_run_again(policy: LayerPolicy, tiled: bool, exchanged: bo
 def test_sequences_of_a_batch_are_more_rows_and_tensor_parallel_ranks_divide_heads_and_rows() -> None:
     memory = {"activation_checkpoint": "seq_fraction"}
     one, two = (cost_of(memory=memory, train={"micro_batch_size": size}) for size in (1, 2))
-    assert (two.kept_bytes, two.recompute_flops) == (2 * one.kept_bytes, 2 * one.recompute_flops)
+    assert two.kept_bytes == 2 * one.kept_bytes
+    assert two.recompute_flops == 2 * one.recompute_flops
     split = cost_of(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
     # Twice the rows inside attention, half of the heads.
     assert set(split.layer_bytes) == {2 * T * D + RESULTS}
@@ -119,7 +120,8 @@ def test_a_rank_has_at_least_its_states_and_what_layers_keep_and_moves_there_and
     ):
         kept = {"activation_checkpoint": "full", **memory}
         cost = cost_of(memory=kept)
-        assert (cost.least, cost.moved_bytes) == ((device, host), moved)
+        assert cost.least == (device, host)
+        assert cost.moved_bytes == moved
         assert cost_of(memory=kept, train={"grad_accum_steps": 3}).moved_bytes == 3 * moved
     on_cpu = cost_of(memory={"activation_checkpoint": "full", "optimizer_store": "host"}, cluster={"backend": "gloo"})
     assert on_cpu.least == (12 * numbers + 32 * layer, 0)  # where host memory is the device's

@@ -36,7 +36,8 @@ def run_of(seq_len: int) -> RunConfig:
 def test_a_prediction_round_trips(predictor: Predictor) -> None:
     found = predictor.predict(run_of(8), METHOD, WORLD)
     assert isinstance(found, MemoryPrediction)
-    assert (found.world_size, found.needed_bytes) == (6, found.device_peak_bytes + 5)
+    assert found.world_size == 6
+    assert found.needed_bytes == found.device_peak_bytes + 5
     assert (Path(found.phase) / "engine/training/fake_run/memory.py").is_file()  # code that is not installed is found
     assert found.to_dict()["components"] == {"device": {"loss": 7}, "host": {}}
 

@@ -52,7 +52,8 @@ def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
         fetched = kept.fetch()
         for got, want in zip(fetched, tensors, strict=True):
             assert got.dtype == want.dtype
-            assert (got.is_contiguous(), got.requires_grad) == (True, False)
+            assert got.is_contiguous()
+            assert got.requires_grad is False
             assert torch.equal(got, want)
 
 
@@ -81,20 +82,30 @@ def test_fetching_after_release_reports_a_second_backward(make: MakeStore) -> No
     assert issubclass(ReleasedError, RuntimeError)
 
 
-def test_on_a_cpu_memory_is_free_once_it_is_kept_and_what_is_in_use_is_not_loaded_again() -> None:
+def test_saved_tensor_of_a_cpu_is_freed() -> None:
     store, tensor = host_store(CPU), numbers(100)
     memory = weakref.ref(tensor.untyped_storage())
-    kept = store.save([tensor])
+    entry = store.save([tensor])
     del tensor
-    assert (memory(), store.in_use_bytes) == (None, 400)
-    first = kept.fetch()
-    assert kept.fetch()[0].data_ptr() == first[0].data_ptr()
+    assert memory() is None
+    assert store.in_use_bytes == 400
+    entry.release()
+    assert store.in_use_bytes == 0
+
+
+def test_fetched_tensor_in_use_is_not_loaded_again() -> None:
+    entry = host_store(CPU).save([numbers(100)])
+    first = entry.fetch()
+    assert entry.fetch()[0].data_ptr() == first[0].data_ptr()
+
+
+def test_fetched_tensor_is_freed_after_use() -> None:
+    entry = host_store(CPU).save([numbers(100)])
+    first = entry.fetch()
     memory = weakref.ref(first[0].untyped_storage())
     del first
-    assert memory() is None  # the store does not hold it
-    assert torch.equal(kept.fetch()[0], numbers(100))
-    kept.release()
-    assert store.in_use_bytes == 0
+    assert memory() is None
+    assert torch.equal(entry.fetch()[0], numbers(100))
 
 
 def backward(kept: list[SavedTensors], start: float) -> None:

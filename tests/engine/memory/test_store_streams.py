@@ -161,15 +161,18 @@ def loaded(machine: Machine) -> list[int]:
     return [target.stop - target.start for target in targets]
 
 
-def test_the_entry_kept_before_is_loaded_one_ahead_and_one_that_is_gone_is_not() -> None:
+def test_next_entry_is_loaded_one_ahead() -> None:
     entries, machine, _ = entries_of_sizes(4, 1)
     seen = []
     while entries:
-        kept = entries.pop()
-        kept.fetch()
+        entry = entries.pop()
+        entry.fetch()
         seen.append(loaded(machine))
-        kept.release()
+        entry.release()
     assert seen == [[4, 3], [4, 3, 2], [4, 3, 2, 1], [4, 3, 2, 1]]
+
+
+def test_entry_that_is_dropped_is_not_loaded_ahead() -> None:
     entries, machine, store = entries_of_sizes(5, 1)
     entries[4].fetch()
     assert loaded(machine) == [5, 4]

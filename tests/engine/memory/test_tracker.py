@@ -21,23 +21,37 @@ from engine.training.train_step import rank_batch
 FLOAT = 4
 
 
-def test_each_storage_counts_once_at_its_size_until_it_is_freed_and_views_nothing() -> None:
+def test_storage_counts_once_whatever_views_it_has() -> None:
     with LiveTensorTracker() as tracker:
         x = torch.zeros(100)
         views = [x[10:], x.view(10, 10), x.detach(), x.t()]
-        assert (tracker.live_bytes, len(views)) == (100 * FLOAT, 4)
+        assert tracker.live_bytes == 100 * FLOAT
+        assert len(views) == 4
+
+
+def test_resized_storage_counts_at_its_new_size() -> None:
+    with LiveTensorTracker() as tracker:
+        x = torch.zeros(100)
         x.untyped_storage().resize_(0)  # as FSDP frees gathered weights
         y = torch.zeros(80)
-        assert (tracker.peak_bytes, tracker.live_bytes) == (100 * FLOAT, y.nbytes)
+        assert tracker.live_bytes == y.nbytes
+        assert tracker.peak_bytes == 100 * FLOAT
+
+
+def test_freed_storages_count_in_the_peak_alone() -> None:
+    with LiveTensorTracker() as tracker:
+        y = torch.zeros(80)
         z = y + 1
-        del y
-        z = z * 2
-        del z
-        assert (tracker.live_bytes, tracker.peak_bytes) == (0, 160 * FLOAT)
+        del y, z
+        assert tracker.live_bytes == 0
+        assert tracker.peak_bytes == 160 * FLOAT
         tracker.reset_peak()
         assert tracker.peak_bytes == 0
+
+
+def test_wrapper_subclass_counts_what_it_wraps() -> None:
     moment = OptimState8bit.zeros((4096,), signed=True)
-    with LiveTensorTracker() as tracker:  # of a wrapper what it wraps
+    with LiveTensorTracker() as tracker:
         tracker.watch([moment])
     assert tracker.peak_bytes == moment.codes.nbytes + moment.scale.nbytes + moment.qmap.nbytes
 
@@ -45,12 +59,15 @@ def test_each_storage_counts_once_at_its_size_until_it_is_freed_and_views_nothin
 def test_host_memory_has_a_separate_peak() -> None:
     with LiveTensorTracker() as tracker:
         on_host = host_empty((100,), torch.float32, pinned=False)
-        assert (tracker.live_bytes, tracker.peak_host_bytes) == (0, 100 * FLOAT)
+        assert tracker.live_bytes == 0
+        assert tracker.peak_host_bytes == 100 * FLOAT
         on_device = on_host[:30].clone()
         del on_host
-        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (on_device.nbytes, 100 * FLOAT)
+        assert tracker.peak_bytes == on_device.nbytes
+        assert tracker.peak_host_bytes == 100 * FLOAT
         tracker.reset_peak()
-        assert (tracker.peak_bytes, tracker.peak_host_bytes) == (30 * FLOAT, 0)
+        assert tracker.peak_bytes == 30 * FLOAT
+        assert tracker.peak_host_bytes == 0
 
 
 def test_every_phase_has_a_peak_and_the_highest_is_named() -> None:
@@ -61,7 +78,8 @@ def test_every_phase_has_a_peak_and_the_highest_is_named() -> None:
             torch.zeros(size)
     peaks = {name: peak.total_bytes for name, peak in tracker.device.phase_peaks.items()}
     assert peaks == {"": 30 * FLOAT, "forward": 110 * FLOAT, "backward": 210 * FLOAT, "loss": 15 * FLOAT}
-    assert (tracker.device.peak.total_bytes, tracker.device.peak.phase) == (210 * FLOAT, "backward")
+    assert tracker.device.peak.total_bytes == 210 * FLOAT
+    assert tracker.device.peak.phase == "backward"
     assert kept.numel() == 10
 
 

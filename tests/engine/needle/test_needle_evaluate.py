@@ -167,7 +167,11 @@ def test_figures_are_means_over_samples(tmp_path: Path) -> None:
     tasks = make_tasks(write_split(tmp_path, ByteTokenizer()), ByteTokenizer(), 300, depths=2, samples=2)
     sums = [[6.0, 0, 6], [12.0, 2, 6], [30.0, 6, 6], [6.0, 0, 6], [6.0, 0, 6], [24.0, 5, 6]]
     found = needle_figures(np.array(sums), tasks)
-    assert (found["needle_accuracy"], found["needle_gain"]) == (0.75, pytest.approx((4 + 3 + 3 + 3) / 4))
+    assert found["needle_accuracy"] == 0.75
+    assert found["needle_gain"] == pytest.approx((4 + 3 + 3 + 3) / 4)
     first, second = found["needle_by_depth"]
     assert first == {"depth": 0.0, "position": 0, "accuracy": 1.0, "loss": 1.0, "gain": 3.5}
-    assert (second["depth"], second["accuracy"], second["loss"], second["gain"]) == (1.0, 0.5, 1.5, 3.0)
+    assert second["depth"] == 1.0
+    assert second["accuracy"] == 0.5
+    assert second["loss"] == 1.5
+    assert second["gain"] == 3.0

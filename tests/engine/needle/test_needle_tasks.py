@@ -119,18 +119,34 @@ def test_a_sample_is_the_same_text_at_every_depth_and_without_its_sentence(split
         assert (without[:-asked] == control[: without.size - asked]).all()
 
 
-def test_samples_have_texts_keys_and_numbers_of_their_own(splits: dict[str, TokenShards]) -> None:
+def test_samples_have_texts_of_their_own(splits: dict[str, TokenShards]) -> None:
     tasks = make_tasks(splits["bytes"], TOKENIZERS["bytes"], 400, samples=3)
     starts = {bytes(tasks.task(4 * sample + 3).tokens[:60].astype(np.uint8)) for sample in range(3)}
     assert len(starts) == 3
+
+
+def test_needles_differ_by_sample() -> None:
     assert len({needle_text(0, sample) for sample in range(200)}) > 150
+
+
+def test_needles_differ_by_seed() -> None:
     assert needle_text(0, 0) != needle_text(1, 0)
-    assert [needle_text(7, sample) for sample in range(2)] == [  # the same everywhere
+
+
+def test_needles_of_a_seed_never_change() -> None:
+    assert [needle_text(7, sample) for sample in range(2)] == [
         (" The secret number of fern is", " 41735"),
         (" The secret number of walnut is", " 41160"),
     ]
+
+
+def test_keys_of_needles_are_words() -> None:
     keys = {needle_text(0, sample)[0].split()[-2] for sample in range(2000)}
-    assert (len(keys), all(key.isalpha() for key in keys)) == (77, True)
+    assert len(keys) == 77
+    assert all(key.isalpha() for key in keys)
+
+
+def test_numbers_of_needles_have_five_digits() -> None:
     numbers = {needle_text(seed, 0)[1] for seed in range(200)}
     assert all(re.fullmatch(r" [1-9]\d{4}", number) for number in numbers)
 

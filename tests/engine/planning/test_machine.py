@@ -66,18 +66,28 @@ def test_a_rate_between_two_measured_sizes_follows_the_logarithm_of_the_size(siz
     assert MEASURED.product_flops_per_s(size) == pytest.approx(share * 100e9)
 
 
-def test_ranks_that_share_cores_have_a_part_of_their_rates_and_of_nobodys_network() -> None:
+def test_ranks_that_share_cores_share_their_rates() -> None:
     eight = MEASURED.shared_by(8)
     assert eight.matmul_flops_per_s == pytest.approx(25e9)
     assert eight.layer_overhead_s == pytest.approx(4 * 1e-3)
-    assert eight.inter_bytes_per_s == MEASURED.inter_bytes_per_s
     assert eight.shared_by(2).tile_overhead_s == pytest.approx(MEASURED.tile_overhead_s)
+
+
+def test_ranks_that_share_cores_keep_their_network() -> None:
+    assert MEASURED.shared_by(8).inter_bytes_per_s == MEASURED.inter_bytes_per_s
+
+
+def test_ranks_of_gpus_share_nothing() -> None:
     assert find_machine("h100").shared_by(8, 4) == find_machine("h100")
-    core = find_machine("cpu")  # of the table: that of one thread
-    assert core.shared_by(4, 3).matmul_flops_per_s == pytest.approx(3 * core.matmul_flops_per_s)
+
+
+def test_cpu_of_the_table_is_one_thread() -> None:
+    core = find_machine("cpu")
+    rate = core.matmul_flops_per_s
+    assert core.shared_by(4, 3).matmul_flops_per_s == pytest.approx(3 * rate)
     assert core.shared_by(4).tile_overhead_s == core.tile_overhead_s
-    assert core.shared_by(4, 1, cores=2).matmul_flops_per_s == pytest.approx(core.matmul_flops_per_s / 2)
-    assert core.shared_by(2, 3, cores=64).matmul_flops_per_s == pytest.approx(3 * core.matmul_flops_per_s)
+    assert core.shared_by(4, 1, cores=2).matmul_flops_per_s == pytest.approx(rate / 2)
+    assert core.shared_by(2, 3, cores=64).matmul_flops_per_s == pytest.approx(3 * rate)
 
 
 @pytest.mark.parametrize(

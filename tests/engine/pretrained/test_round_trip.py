@@ -152,28 +152,39 @@ def test_bfloat16_is_what_torch_rounds_to() -> None:
     )
 
 
-def test_bf16_in_one_file_is_what_transformers_reads_and_what_cannot_be_written_leaves_nothing(
-    ranks: Pools, folders: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.fixture
+def exported(ranks: Pools, folders: dict[str, Path], tmp_path: Path) -> Callable[..., Any]:
+    """A function that exports a checkpoint into a folder of `tmp_path`."""
     config = config_of(folders["llama"])
     ranks(1).run(train_and_save, config, str(tmp_path / "checkpoints"))
     checkpoint = tmp_path / "checkpoints" / "step-00000005"
     manifest = read_manifest(checkpoint)
-    wide = export(ExportOrder(checkpoint, config, tmp_path / "wide", dtype="float32"), manifest)
-    narrow = export(ExportOrder(checkpoint, config, tmp_path / "narrow"), manifest)
-    assert (narrow.files, narrow.bytes) == (1, wide.bytes // 2)
+    return lambda name, **how: export(ExportOrder(checkpoint, config, tmp_path / name, **how), manifest)
+
+
+def test_export_in_bf16_is_rounded_float32_in_one_file(exported: Callable[..., Any], tmp_path: Path) -> None:
+    wide, narrow = exported("wide", dtype="float32"), exported("narrow")
+    assert narrow.files == 1
+    assert narrow.bytes == wide.bytes // 2
     whole, rounded = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("wide", "narrow")
     )
     assert rounded.dtype == torch.bfloat16
     for (name, value), (_, other) in zip(whole.named_parameters(), rounded.named_parameters(), strict=True):
         assert torch.equal(value.to(torch.bfloat16), other), name
+
+
+def test_export_into_an_existing_folder_is_refused(exported: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="exists; export writes a new folder"):
-        export(ExportOrder(checkpoint, config, tmp_path / "wide"), manifest)
-    (checkpoint / "rank00000.safetensors").unlink()
+        exported("there")
+
+
+def test_failed_export_leaves_no_files(exported: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000005" / "rank00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank00000\.safetensors cannot be read"):
-        export(ExportOrder(checkpoint, config, tmp_path / "out"), manifest)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "narrow", "wide"]
+        exported("out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_another_shape_is_refused_before_anything_is_read(ranks: Pools, folders: dict[str, Path]) -> None:

@@ -36,15 +36,23 @@ def folder_of(tmp_path: Path, document: Any) -> Path:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": None}
 
 
-@pytest.mark.parametrize("key", [None, "rope_scaling", "rope_parameters"])
-def test_what_a_config_leaves_out_has_its_meaning_and_rope_is_read_as_old_and_new_versions_write_it(
-    tmp_path: Path, key: str | None
-) -> None:
-    found = read_pretrained(folder_of(tmp_path, LLAMA2 if key is None else {**LLAMA2, key: YARN, "rope_theta": 5e5}))
-    assert (found.model.num_kv_heads, found.model.head_dim, found.model.tie_embeddings) == (32, 128, False)
-    assert (found.window_tokens, found.seq_len, found.model.rope_theta) == (None, 4096, 5e5 if key else 10000.0)
-    scaled = RopeScalingConfig(kind="yarn", factor=4.0, original_seq_len=4096)
-    assert found.model.rope_scaling == (scaled if key else RopeScalingConfig())
+def test_keys_that_a_config_leaves_out_have_their_defaults(tmp_path: Path) -> None:
+    found = read_pretrained(folder_of(tmp_path, LLAMA2))
+    assert found.model.num_kv_heads == 32
+    assert found.model.head_dim == 128
+    assert found.model.tie_embeddings is False
+    assert found.window_tokens is None
+    assert found.seq_len == 4096
+    assert found.model.rope_theta == 10000.0
+    assert found.model.rope_scaling == RopeScalingConfig()
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_is_read_as_old_or_new_versions_write_it(tmp_path: Path, key: str) -> None:
+    found = read_pretrained(folder_of(tmp_path, {**LLAMA2, key: YARN, "rope_theta": 5e5}))
+    assert found.model.rope_theta == 5e5
+    assert found.model.rope_scaling == RopeScalingConfig(kind="yarn", factor=4.0, original_seq_len=4096)
+    assert found.seq_len == 4096
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,8 @@ def test_what_is_written_is_read_back(tmp_path: Path, family: str, rope: RopeSca
     document = config_json(model, seq_len=9000, window_tokens=window, dtype="bfloat16")
     found = read_pretrained(folder_of(tmp_path, document))
     assert document["model_type"] == family
-    assert (found.model, found.window_tokens) == (model, window)
+    assert found.model == model
+    assert found.window_tokens == window
     # transformers 4 computes the factor of yarn as its ratio to the original length
     assert found.seq_len == (32768 if rope.kind == "yarn" else 9000)
 

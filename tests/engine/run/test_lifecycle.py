@@ -69,24 +69,35 @@ class OvertakenRun(RunFolder):
         return super().transition(state, **facts)
 
 
-def test_the_first_error_becomes_failed_with_rank_step_and_phase_and_stays(run: RunFolder) -> None:
+def test_failed_run_records_its_error_with_rank_step_phase(run: RunFolder) -> None:
     state = fail(run, ConfigError("no"), rank=1)
-    assert (state["state"], state["exit_code"]) == ("failed", 2)
+    assert state["state"] == "failed"
+    assert state["exit_code"] == 2
     assert state["failure"] == {
         **{"kind": "config", "type": "engine.config.errors.ConfigError", "message": "no", "exit_code": 2},
         **{"memory": None, "rank": 1, "step": 3, "phase": "train", "advice": None},
     }
-    assert (
-        fail(OvertakenRun(run.path), ConfigError("mine"))["failure"]["message"] == "first"
-    )  # nor an error of the move
+
+
+def test_later_errors_do_not_replace_the_first(run: RunFolder) -> None:
+    fail(run, ConfigError("first"), rank=1)
     assert fail(run, RuntimeError("echo"), rank=1)["failure"]["message"] == "first"
-    run.transition("starting")  # by a launcher: failures are left to it
+
+
+def test_error_of_a_rank_that_was_overtaken_does_not_replace_the_first(run: RunFolder) -> None:
+    assert fail(OvertakenRun(run.path), ConfigError("mine"))["failure"]["message"] == "first"
+
+
+def test_failure_of_a_launched_run_is_left_to_its_launcher(run: RunFolder) -> None:
+    run.transition("starting")
     assert fail(run, RuntimeError("broken"), environment=LAUNCHED)["state"] == "running"
 
 
 def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
     failure = fail(run, MemoryError("full"))["failure"]
     assert states(run)[-1] == "oom"
-    assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
+    assert failure["rank"] == 0
+    assert failure["step"] == 3
+    assert failure["memory"]["where"] == "host"
     assert failure["memory"]["peak_bytes"] > 2**20
     assert "cluster.ranks_per_node" in failure["advice"]

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -32,19 +33,32 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_checkout_tells_its_commit_and_what_was_changed_and_cuts_what_is_huge(checkout: Path) -> None:
+def test_clean_checkout_is_reported_by_its_commit(checkout: Path) -> None:
     facts = git_facts(checkout) or {}
     assert len(facts["sha"]) == 40
-    assert (facts["branch"], facts["dirty"], facts["diff"], facts["status"]) == ("trunk", False, "", [])
+    assert facts["branch"] == "trunk"
+    assert facts["dirty"] is False
+    assert facts["diff"] == ""
+    assert facts["status"] == []
+
+
+def test_changed_checkout_is_reported_with_its_diff(checkout: Path) -> None:
     (checkout / "new.py").write_text("y = 3\n")
+    (checkout / "code.py").write_text("x = 2\n")
+    facts = git_facts(checkout) or {}
+    assert facts["dirty"] is True
+    assert facts["status"] == [" M code.py", "?? new.py"]
+    assert "+x = 2" in facts["diff"]
+
+
+def test_diff_is_cut_beyond_its_limit(checkout: Path) -> None:
     (checkout / "code.py").write_text("x = 2\n")
     room = MAX_DIFF_CHARACTERS - len((git_facts(checkout) or {})["diff"])
     for more, is_cut in ((room, False), (room + 1, True)):
         (checkout / "code.py").write_text(f"x = {'2' * more}2\n")
         facts = git_facts(checkout) or {}
-        assert (facts["dirty"], facts["status"]) == (True, [" M code.py", "?? new.py"])
-        assert "+x = 2" in facts["diff"]
-        assert (len(facts["diff"]), facts["diff_truncated"]) == (MAX_DIFF_CHARACTERS, is_cut)
+        assert len(facts["diff"]) == MAX_DIFF_CHARACTERS
+        assert facts["diff_truncated"] == is_cut
 
 
 def test_a_folder_inside_another_checkout_is_not_that_checkout(checkout: Path) -> None:
@@ -52,24 +66,40 @@ def test_a_folder_inside_another_checkout_is_not_that_checkout(checkout: Path) -
     assert git_facts(checkout / "site-packages") is git_facts(Path("/")) is None
 
 
-def test_provenance_is_that_of_the_packages_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Collected beside a GPU whose name is no UTF-8, inside an image."""
     (tmp_path / "nvidia-smi").write_bytes(b'#!/bin/sh\necho "GPU\xff, 80 MiB, 1.2"\necho "$*" >&2\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("BURST_IMAGE", "sha256:1234")
-    found = collect_provenance()
+    return collect_provenance()
+
+
+def test_provenance_is_of_the_folder_of_the_packages(provenance: dict[str, Any]) -> None:
     assert {"engine", "cluster", "burst_cli"} <= {path.name for path in CODE_ROOT.iterdir()}
-    hardware, versions = found.pop("hardware"), found.pop("versions")
-    assert found.pop("collected_at").endswith("Z")
-    where = {"command": sys.argv, "cwd": str(Path.cwd()), "git": git_facts(CODE_ROOT), "image": "sha256:1234"}
-    assert found == where
-    packages = ["burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton"]
-    assert list(versions) == ["python", *packages]
-    assert (versions["python"], versions["numpy"]) == (platform.python_version(), np.__version__)
-    cpu, memory_bytes = hardware.pop("cpu"), hardware.pop("memory_bytes")
-    assert hardware == {
-        **{"host": socket.gethostname(), "platform": platform.platform(), "cores": os.cpu_count()},
-        "gpus": ["GPU\ufffd, 80 MiB, 1.2"],
-    }
-    assert any(line.endswith(f": {cpu}") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    assert memory_bytes == psutil.virtual_memory().total
+    assert provenance["git"] == git_facts(CODE_ROOT)
+
+
+def test_provenance_names_command_folder_image_time(provenance: dict[str, Any]) -> None:
+    assert provenance["command"] == sys.argv
+    assert provenance["cwd"] == str(Path.cwd())
+    assert provenance["image"] == "sha256:1234"
+    assert provenance["collected_at"].endswith("Z")
+
+
+def test_provenance_names_versions_of_packages(provenance: dict[str, Any]) -> None:
+    packages = {"burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton"}
+    assert set(provenance["versions"]) == {"python", *packages}
+    assert provenance["versions"]["python"] == platform.python_version()
+    assert provenance["versions"]["numpy"] == np.__version__
+
+
+def test_provenance_names_the_hardware(provenance: dict[str, Any]) -> None:
+    hardware = provenance["hardware"]
+    assert hardware["host"] == socket.gethostname()
+    assert hardware["platform"] == platform.platform()
+    assert hardware["cores"] == os.cpu_count()
+    assert hardware["gpus"] == ["GPU\ufffd, 80 MiB, 1.2"]
+    assert hardware["memory_bytes"] == psutil.virtual_memory().total
+    assert f": {hardware['cpu']}\n" in Path("/proc/cpuinfo").read_text()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit.golden import Golden
 
 from engine.config.errors import ConfigError
 from engine.data.build import Progress
@@ -46,68 +48,77 @@ def test_a_line_names_every_figure_it_has() -> None:
     assert progress_line({"step": 5, **VALIDATED, "peak_memory_bytes": 2**30}, None) == f"step 5  {OF_VALIDATION}"
 
 
-def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, status = tmp_path / "tokenizer.json", RankStatus()
-    recorder(run).save(source)  # bytes need none
+def test_rank_0_writes_rows_and_the_tokenizer(run: RunFolder, tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer.json"
     source.write_text("{}")
-    other = Recorder(run, status, rank=1, tensorboard=False)
-    other.phase("train")
-    other.row(ROW, 10)
-    other.warn("odd")
-    other.save(source)
-    for documents in (1, 2, 3):
-        other.preparing(Progress("encode", documents))
-    assert (status.phase, status.advances, run.read_metrics(), run.read_events()) == ("train", 3, [], [])
-    assert not (run.path / "tokenizer.json").exists()
     recorder(run).row(ROW, 10)
     recorder(run).save(source)
     assert run.read_metrics() == [ROW]
     assert (run.path / "tokenizer.json").read_text() == "{}"
-    assert capsys.readouterr().out.count("step 3/10") == 1
-    assert not (run.path / "tensorboard").exists()
 
 
-def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizer_without_a_file_needs_no_copy(run: RunFolder, tmp_path: Path) -> None:
+    recorder(run).save(tmp_path / "tokenizer.json")  # that of bytes has none
+    assert not (run.path / "tokenizer.json").exists()
+
+
+def test_other_ranks_write_nothing(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "tokenizer.json"
+    source.write_text("{}")
+    other = recorder(run, rank=1)
+    other.phase("train")
+    other.row(ROW, 10)
+    other.warn("odd")
+    other.save(source)
+    assert run.read_metrics() == []
+    assert run.read_events() == []
+    assert not (run.path / "tokenizer.json").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_other_ranks_report_phase_and_progress_in_their_status(run: RunFolder) -> None:
+    status = RankStatus()
+    other = Recorder(run, status, rank=1, tensorboard=False)
+    other.phase("train")
+    for documents in (1, 2, 3):
+        other.preparing(Progress("encode", documents))
+    assert status.phase == "train"
+    assert status.advances == 3
+
+
+def record_everything(run: RunFolder) -> None:
+    """One of everything that rank 0 records."""
     writer = recorder(run)
     writer.phase("train")
     writer.announce_faults(["nan on rank 1 at step 3"])
     for documents in (1, 2):
         writer.preparing(Progress("survey", documents))
     writer.note("a disk is slow")
-    for message in (None, "first", "second"):  # said once
+    for message in (None, "first", "second"):
         writer.warn_once(message)
     writer.kernel_chosen("cpu_flash", "auto", {"fa3": "runs on cuda only"})
     writer.restored(4, "a run")
     writer.saved(5, 3 << 19, 0.25, 1.5)
     writer.dropped(6, Verdict("skip", "the loss is nan"), range(8, 12))
     writer.row({"step": 5, "validation_loss": 2.0})
-    samples = {"first_sample": 8, "last_sample": 11}
-    assert [{key: value for key, value in event.items() if key != "at"} for event in run.read_events()] == [
-        {"kind": "phase", "phase": "train"},
-        {"kind": "fault_injected", "fault": "nan on rank 1 at step 3"},
-        {"kind": "note", "message": "a disk is slow"},
-        {"kind": "warning", "message": "first"},
-        {"kind": "attention_kernel", "name": "cpu_flash", "reason": "auto", "others": {"fa3": "runs on cuda only"}},
-        {"kind": "restored", "step": 4, "run_id": "a run"},
-        {"kind": "checkpoint", "step": 5, "bytes": 3 << 19, "stall_s": 0.25, "seconds": 1.5},
-        {"kind": "dropped", "step": 6, "reason": "the loss is nan", "reaction": "skip", **samples},
-    ]
-    assert run.read_metrics() == [{"step": 5, "validation_loss": 2.0}]
-    assert capsys.readouterr().out.splitlines() == [
-        "warning: BURST_FAULT is set: nan on rank 1 at step 3",
-        "prepare data: survey",
-        "note: a disk is slow",
-        "warning: first",
-        "attention kernel cpu_flash (auto)",
-        "resuming after step 4, from a checkpoint of a run",
-        "checkpoint of step 5: 1.5 MiB in 1.5 s, training waited 250 ms",
-        "step 6 is dropped (skip): the loss is nan; samples 8 to 11",
-        "step 5  validation loss 2.0000",
-    ]
+
+
+def test_events_are_for_programs(run: RunFolder, golden: Golden) -> None:
+    record_everything(run)
+    events = [{key: value for key, value in event.items() if key != "at"} for event in run.read_events()]
+    golden("run/events.jsonl", "".join(f"{json.dumps(event, sort_keys=True)}\n" for event in events))
+
+
+def test_printed_lines_are_for_people(run: RunFolder, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    record_everything(run)
+    golden("run/printed.txt", capsys.readouterr().out)
+
+
+def test_warning_that_is_given_once_is_the_first(run: RunFolder) -> None:
+    writer = recorder(run)
+    for message in (None, "first", "second"):
+        writer.warn_once(message)
+    assert [event["message"] for event in run.read_events()] == ["first"]
 
 
 def test_tensorboard_gets_every_figure_and_where_it_is_missing_the_remedy_is_named(run: RunFolder) -> None:

@@ -8,16 +8,30 @@ import pytest
 from engine.runs.files import JsonLinesTail, append_json_line, read_json_object
 
 
-def test_tail_returns_every_row_once_waits_for_whole_lines_and_starts_over_with_another_file(tmp_path: Path) -> None:
+def test_tail_returns_every_row_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     tail = JsonLinesTail(path)
     assert tail.poll() == []
+    path.write_bytes(b'{"a": 1}\n')
+    assert tail.poll() == [{"a": 1}]
+    assert tail.poll() == []
+
+
+def test_tail_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = JsonLinesTail(path)
     path.write_bytes(b'{"a": 1}\n{"a": 2}')
     assert tail.poll() == [{"a": 1}]
     with path.open("ab") as file:
         file.write(b"\n")
     assert tail.poll() == [{"a": 2}]
-    assert tail.poll() == []
+
+
+def test_tail_starts_over_with_a_shorter_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = JsonLinesTail(path)
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    tail.poll()
     path.write_text('{"b": 1}\n')
     assert tail.poll() == [{"b": 1}]
 

@@ -14,18 +14,26 @@ from engine.config.settings import RunConfig
 from engine.training.determinism import deterministic_algorithms
 
 
-def test_the_mode_ends_with_its_body_and_fills_no_memory() -> None:
+def test_deterministic_algorithms_end_with_their_body() -> None:
     def body() -> None:
         with deterministic_algorithms(True):
             assert torch.are_deterministic_algorithms_enabled()
-            assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
             raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
         body()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_algorithms_do_not_fill_new_memory() -> None:
+    """Filling costs a pass over every tensor, and shows only reads of memory that was never written."""
+    with deterministic_algorithms(True):
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def test_deterministic_algorithms_are_off_by_default() -> None:
     with deterministic_algorithms(False):
         assert not torch.are_deterministic_algorithms_enabled()
 

@@ -162,7 +162,8 @@ def test_on_a_gpu_shards_lie_in_pinned_memory_and_on_a_cpu_they_cannot() -> None
     policies = offload_policy("host", gpu), offload_policy("host", cpu)
     assert [isinstance(policy, CPUOffloadPolicy) and policy.pin_memory for policy in policies] == [True, False]
     assert not isinstance(offload_policy("device", gpu), CPUOffloadPolicy)
-    assert (parameter_device("host", gpu), parameter_device("device", gpu)) == (cpu, gpu)
+    assert parameter_device("host", gpu) == cpu
+    assert parameter_device("device", gpu) == gpu
 
 
 def step_memory(config: RunConfig) -> tuple[int, int, int]:
@@ -220,7 +221,9 @@ def test_accumulate_and_update_are_a_step_and_the_host_reads_nothing(ranks: Pool
     config = placed(base, optimizer_in_backward=early)
     (expected,) = ranks(4).run(trained_each, [config], steps=1)[0]
     for loss, norm, _, updating in ranks(4).run(step_without_host_reads, config):
-        assert (loss, norm, updating) == (expected.losses[0], expected.norms[0], 1)
+        assert loss == expected.losses[0]
+        assert norm == expected.norms[0]
+        assert updating == 1
 
 
 def test_copies_of_the_model_sum_their_gradients_in_the_last_micro_step_alone(ranks: Pools) -> None:

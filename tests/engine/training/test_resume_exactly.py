@@ -102,11 +102,13 @@ def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
     begun, phases, _ = run_of(replace(config, train=replace(config.train, steps=HALF)), "bbbbbb")
     assert phases == ["restore", "first weights", "train", *evaluated, *saved]
     resumed, phases, resumed_losses = run_of(going_on(config, begun.path), "cccccc")
-    assert (phases, resumed_losses) == (["restore", "train", *evaluated], losses)
+    assert phases == ["restore", "train", *evaluated]
+    assert resumed_losses == losses
     assert events_of(resumed, "restored", "run_id") == [begun.run_id]
     only = replace(going_on(config, whole.path, evaluate_only=True), attention=AttentionConfig(preset="single"))
     _, phases, [loss] = run_of(only, "dddddd", 1)
-    assert (phases, loss) == (["restore", "evaluate"], pytest.approx(losses[1], rel=1e-5))
+    assert phases == ["restore", "evaluate"]
+    assert loss == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_fall_back_to_an_older_checkpoint_is_a_warning(

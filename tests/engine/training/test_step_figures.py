@@ -75,7 +75,8 @@ def test_a_step_counts_the_pairs_of_the_documents_that_it_computed(ranks: Pools,
     (row,) = ranks(4).run(metered_rows, config, packed())[0]
     starts = DOCUMENTS if documents else ((0,),) * len(DOCUMENTS)
     pairs = sum(dense_pairs(MASKS[mask], layer, one) for layer in range(TINY_MODEL.num_layers) for one in starts)
-    assert (row["visible_pairs"], row["recomputed_pairs"]) == (pairs, pairs)
+    assert row["visible_pairs"] == pairs
+    assert row["recomputed_pairs"] == pairs
     model = TINY_MODEL
     flops = 6 * count_parameters(model).matmul * 4 * SEQ_LEN + 12 * model.num_heads * model.head_dim * pairs
     assert row["mfu"] == pytest.approx(flops / row["step_time_s"] / 4 / 1e9)
@@ -129,7 +130,8 @@ def test_model_and_hardware_flops_are_what_torch_counts_pair_by_pair(mask: str, 
     flops = step_flops(
         shape, seq_len=SEQ_LEN, visible_pairs=pairs.visible, recomputed_matrices=again, recomputed_pairs=pairs.visible
     )
-    assert (flops.model, flops.hardware) == (counted, counted_flops(model, tokens, layers))
+    assert flops.model == counted
+    assert flops.hardware == counted_flops(model, tokens, layers)
 
 
 def counted_flops(model: LlamaModel, tokens: Tensor, layers: list[Any]) -> int:
@@ -161,7 +163,8 @@ def test_bytes_of_a_step_are_those_that_gloo_sends(ranks: Pools, preset: str, no
     assert min(size for size, _ in found) > 0
     used, unused = ("comm_intra_bytes", "comm_inter_bytes") if nodes == 1 else ("comm_inter_bytes", "comm_intra_bytes")
     row = found[0][1]
-    assert (row[used], row[unused]) == (max(size for size, _ in found), 0)
+    assert row[used] == max(size for size, _ in found)
+    assert row[unused] == 0
 
 
 def timed_step(config: RunConfig, slow_rank: int) -> tuple[float, int, dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from testkit import ROOT
 from testkit.corpora import write_token_set
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
@@ -30,8 +31,6 @@ from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
 from engine.training.trainer import Trainer, run_training, set_threads
-
-ROOT = Path(__file__).parents[3]
 
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
@@ -64,29 +63,58 @@ def rows_kept(path: str, config: RunConfig) -> int:
     return watch.kept
 
 
-def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def six_steps(ranks: Pools, corpus: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The folder of a completed run on two ranks, which traced its fifth step."""
     config = run_config(corpus, profile="5:6")
-    run = create_run_of(config, tmp_path)
-    assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
-    rows, summary = run.read_metrics(), run.read_summary() or {}
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert {*MEDIANS, *MAXIMA} <= set(rows[0])
+    run = create_run_of(config, tmp_path_factory.mktemp("six"))
+    assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0], "a rank keeps the rows of steps that are over"
+    return run
+
+
+def test_completed_run_has_a_row_per_step(six_steps: RunFolder) -> None:
+    assert [row["step"] for row in six_steps.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_loss_falls(six_steps: RunFolder) -> None:
+    rows = six_steps.read_metrics()
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_rows_have_the_documented_metrics(six_steps: RunFolder) -> None:
     (table,) = re.findall(r"^\| `step` .*?^$", (ROOT / "docs/training.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     documented = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert set(rows[0]) == {name for name in documented if not name.startswith(("validation_", "needle_", "dropped"))}
-    assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
-    assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
-    begun = ["prepare data", "build model", "measure peak", "first weights"]
-    assert events_of(run, "phase", "phase") == [*begun, "train", "evaluate", "train", "evaluate", "train"]
-    assert events_of(run, "attention_kernel", "name") == ["cpu_flash"]
-    assert events_of(run, "attention_kernel", "reason") == ["auto: the first that can of cpu_flash on cpu"]
-    assert events_of(run, "attention_kernel", "others")[0]["aten_cudnn"] == "runs on cuda only"
+    row = six_steps.read_metrics()[0]
+    assert set(row) == {name for name in documented if not name.startswith(("validation_", "needle_", "dropped"))}
+    assert {*MEDIANS, *MAXIMA} <= set(row)
+
+
+def test_validation_runs_every_three_steps(six_steps: RunFolder) -> None:
+    assert [row["step"] for row in six_steps.read_metrics() if "validation_loss" in row] == [3, 6]
+
+
+def test_completed_run_has_passed_through_every_state(six_steps: RunFolder) -> None:
+    states = [entry["state"] for entry in six_steps.read_state()["history"]]
+    assert states == ["planned", "starting", "running", "completed"]
+
+
+def test_phases_of_a_run_are_events(six_steps: RunFolder) -> None:
+    preparation = ["prepare data", "build model", "measure peak", "first weights"]
+    phases = events_of(six_steps, "phase", "phase")
+    assert phases == [*preparation, "train", "evaluate", "train", "evaluate", "train"]
+
+
+def test_chosen_kernel_is_an_event_with_its_reason(six_steps: RunFolder) -> None:
+    assert events_of(six_steps, "attention_kernel", "name") == ["cpu_flash"]
+    assert events_of(six_steps, "attention_kernel", "reason") == ["auto: the first that can of cpu_flash on cpu"]
+    assert events_of(six_steps, "attention_kernel", "others")[0]["aten_cudnn"] == "runs on cuda only"
+
+
+def test_summary_states_what_ran_on_which_ranks(six_steps: RunFolder, corpus: DataConfig) -> None:
+    config, summary = run_config(corpus, profile="5:6"), six_steps.read_summary() or {}
     expected = {
         "status": "completed",
         "steps": 6,
-        "step_time_s_n": 3,
         **config_facts(config),
         "world_size": 2,
         "parameters": count_parameters(config.model).total,
@@ -96,19 +124,29 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
         "attention_kernel": "cpu_flash",
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",
+        "dropped_steps": 0,
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert summary["attention"]["layout"] == "zigzag"
+
+
+def test_summary_agrees_with_the_rows(six_steps: RunFolder) -> None:
+    rows, summary = six_steps.read_metrics(), six_steps.read_summary() or {}
+    expected = {
+        "step_time_s_n": 3,
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
         "final_train_loss": rows[-1]["loss"],
         "final_validation_loss": rows[-1]["validation_loss"],
         "final_validation_bits_per_byte": rows[-1]["validation_bits_per_byte"],
         "tokens_total": 6 * 30,
         "mfu": pytest.approx(summary["model_tflops_per_device"]),
-        "dropped_steps": 0,
     }
     assert {key: summary[key] for key in expected} == expected
-    assert summary["attention"]["layout"] == "zigzag"
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    trace = (run.path / "profile" / "rank0001.json").read_text()
-    assert [f'"step {step}"' in trace for step in (4, 5, 6)] == [False, True, False]
+
+
+def test_profile_holds_the_requested_step_alone(six_steps: RunFolder) -> None:
+    trace = (six_steps.path / "profile" / "rank0001.json").read_text()
+    assert [step for step in range(1, 7) if f'"step {step}"' in trace] == [5]
 
 
 class NotedStatus(RankStatus):
@@ -201,7 +239,8 @@ def test_sigterm_however_often_stops_at_a_step_edge_with_a_summary(corpus: DataC
     assert process.returncode == 130, output
     assert run.read_state()["state"] == "cancelled"
     summary = run.read_summary() or {}
-    assert (summary["status"], summary["steps"]) == ("cancelled", len(run.read_metrics()))
+    assert summary["status"] == "cancelled"
+    assert summary["steps"] == len(run.read_metrics())
 
 
 @pytest.mark.parametrize(
