@@ -1,7 +1,7 @@
 """FlashAttention from its own packages: flash-attn (2), flash_attn_3 and flash-attn-4, each called directly.
 
 All take [1, rows, heads, D] and give lse [1, H, rows] in fp32, natural logarithm. What is called of them, by version,
-is data of tests/engine/attention/flash_signatures.py.
+is data of tests/testkit/flash_signatures.py.
 """
 
 from __future__ import annotations
