@@ -148,7 +148,7 @@ def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
 
 def test_dry_run_shows_what_auto_chose_from(burst) -> None:
     result = burst("launch", "exp=tiny", "memory.activation_checkpoint=auto", "--dry-run")
-    words = ("memory.activation_checkpoint=auto: none", "attn_out_every 4", "activation_checkpoint: none")
+    words = ("memory.activation_checkpoint=auto: none", "attn_out_every 4")
     assert (result.code, [text for text in words if text not in result.out]) == (0, [])
 
 
