@@ -96,8 +96,8 @@ class TensorArithmetic:
     def _run_backward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         q, kv, sums = fields["q"], fields["kv"], fields["sums"]["dq"]
         dout = q["dout"]
-        # lse is that over ALL keys of a row, not of this tile, so p = exp(scores - lse) is the share of this tile in the
-        # whole softmax, and gradients of tiles simply add up.
+        # lse is over ALL keys of a row, not over those of this tile: so p = exp(scores - lse) is its share of the whole
+        # softmax, and gradients of tiles simply add up.
         if "out" in q:  # queries that stay with their owner, which has out
             grads = TileGradients(dout, q["out"], q["lse"])
         else:  # queries that moved: kernels need rowsum(dout * out) alone, which a multiple of dout gives as well
