@@ -40,7 +40,12 @@ def moving_operand_words(decision: Decision, config: RunConfig, method: Attentio
     model, train = local_heads(config.model, config.parallel.tp_size), config.train
     wire = BYTES_OF[config.attention.gradient_wire_dtype or "float32"]
     row = TokenBytes(
-        model.num_heads, model.num_kv_heads, model.head_dim, BYTES_OF[train.compute_dtype], wire_gradient_bytes=wire
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        qk_dim=model.head_dim,
+        v_dim=model.head_dim,
+        element_bytes=BYTES_OF[train.compute_dtype],
+        wire_gradient_bytes=wire,
     )
     kv, q = row.of(Kind.KV) + row.of(Kind.DKV_WIRE), row.of(Kind.Q_DOUT_STATS) + row.of(Kind.DQ_WIRE)
     group = model.num_heads // model.num_kv_heads

@@ -56,7 +56,7 @@ class ViewBytes:
     """Sizes of views of one rank's buffers, in bytes."""
 
     def __init__(self, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> None:
-        self._slots = buffers
+        self._buffers = buffers
         self._token_bytes = token_bytes
         self._widths = [token_bytes.of(buffer.kind, buffer.heads) for buffer in buffers]
 
@@ -70,16 +70,23 @@ class ViewBytes:
         return moved + (self._of_heads(tile.kv_sums, tile.heads) * (2 - tile.stores_kv) if tile.kv_sums else 0)
 
     def _of_heads(self, view: View, heads: HeadPart) -> int:
-        buffer = self._slots[view.buffer]
+        buffer = self._buffers[view.buffer]
         return (view.stop - view.start) * self._token_bytes.of(buffer.kind, buffer.heads.part(heads))
 
     def moved_by_op(self, op: LocalOp) -> int:
         """Return the bytes read and written by a local operation, on the heads of the narrower side."""
         if op.src is None:
             return self.of(op.dst)
-        heads = max((self._slots[view.buffer].heads for view in (op.dst, op.src)), key=lambda part: part.count)
+        if op.op == "finish" and self._finishes_in_place(op.src):
+            return 0
+        heads = max((self._buffers[view.buffer].heads for view in (op.dst, op.src)), key=lambda part: part.count)
         dst, src = (
-            (view.stop - view.start) * self._token_bytes.of(self._slots[view.buffer].kind, heads)
+            (view.stop - view.start) * self._token_bytes.of(self._buffers[view.buffer].kind, heads)
             for view in (op.dst, op.src)
         )
         return (2 * dst if op.op in ("add", "merge") else dst) + src
+
+    def _finishes_in_place(self, partial: View) -> bool:
+        """Return whether a partial result is the result: an argument of the plan, in the dtype of sums."""
+        sizes = self._token_bytes
+        return self._buffers[partial.buffer].argument is not None and sizes.element_bytes == sizes.gradient_bytes

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from engine.config.settings import CheckpointConfig, ModelConfig
+from engine.data.tokenizers import train_bpe
 from engine.pretrained.shape import config_json
 from engine.runs.checkpoints import (
     Checkpoint,
@@ -87,7 +88,7 @@ def hugging_face_folder(folder: Path) -> Path:
     document = config_json(MODEL, seq_len=4096, window_tokens=None, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(document))
     save_file({"lm_head.weight": np.zeros(1, dtype=np.float32)}, folder / "model.safetensors")
-    (folder / "tokenizer.json").write_text("{}")
+    train_bpe(["the quick brown fox"], 270).save(folder)
     return folder
 
 

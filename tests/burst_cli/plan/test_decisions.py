@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from burst_cli.plan.decisions import circulation_words, memory_words
+from burst_cli.plan.decisions import memory_words, moving_operand_words
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.topology import Topology
 from engine.predict.machine import find_machine
-from engine.resolve.attention import select_circulation
+from engine.resolve.attention import select_moving_operand
 from engine.resolve.decisions import Decision, Rule
 
 POLICY = "memory.activation_checkpoint"
@@ -20,8 +20,8 @@ def words_of(num_kv_heads: int) -> str:
         attention=AttentionConfig(preset="burst"),
         train=TrainConfig(seq_len=1 << 14),
     )
-    method, decision = select_circulation(config, Topology(2, 4), SLOW_RAILS)
-    return circulation_words(decision, config, method)
+    method, decision = select_moving_operand(config, Topology(2, 4), SLOW_RAILS)
+    return moving_operand_words(decision, config, method)
 
 
 def test_operand_chosen_by_time_is_told_with_what_was_compared() -> None:

@@ -19,9 +19,7 @@ from engine.runs.folder import create_run
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = hugging_face_folder(tmp_path / "[b]mine")
-    train_bpe(["the quick brown fox"], 270).save(folder)
-    return folder
+    return hugging_face_folder(tmp_path / "[b]mine")
 
 
 def test_a_model_is_shown_as_a_configuration_that_can_be_written(burst, folder: Path, tmp_path: Path) -> None:

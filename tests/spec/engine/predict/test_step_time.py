@@ -53,6 +53,7 @@ ATTEND, BACK = (2 * products * 2 * 16 * 4 * TOKENS * (TOKENS + 1) / 2 / 4 for pr
 TRAINED, AGAIN = 6 * 2 * LAYER * ROWS, 2 * 2 * (LAYER - 64 * 128) * ROWS  # all but a layer's last product
 LAYER_ROW = 4 * 64 + 6 * 64 + 2 * (64 + 64) + 3 * 128  # numbers: two norms, two sums, q and k turned, SwiGLU
 RESULTS, GRADIENTS = 4 * (16 + 1), 3 * 4 * 16  # numbers of a row: out and lse; dq, dk, dv
+FINISH = 4 * (4 * 16 + 4) + 2 * 4 * 16 + 4 * 4  # bytes: fp32 out and lse are read, bf16 out and fp32 lse written
 KEPT = 2 * ROWS * 64 * 4  # bytes: inputs of both layers
 MATRICES, FLASH, BACKWARD = "matmul_flops_per_s", "forward_flops_per_s", "backward_flops_per_s"
 MEMORY, INSIDE, BETWEEN = "elementwise_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s"
@@ -95,8 +96,8 @@ PARTS = {
     ),
     "tiles add their gradients in fp32": case(
         {MEMORY: 1.0}, FULL, *ALONE, HALF, "memory.tile_tokens=64", THRICE,
-        attention_forward=3 * 2 * TOKENS * 4 * RESULTS, attention_backward=3 * 2 * TOKENS * 4 * GRADIENTS,
-        attention_again=3 * 2 * TOKENS * 4 * RESULTS, loss=3 * 4 * 2048 * TOKENS * 2,
+        attention_forward=3 * 2 * TOKENS * (4 * RESULTS + FINISH), attention_backward=3 * 2 * TOKENS * 4 * GRADIENTS,
+        attention_again=3 * 2 * TOKENS * (4 * RESULTS + FINISH), loss=3 * 4 * 2048 * TOKENS * 2,
         elementwise=3 * (8 * LAYER_ROW * TOKENS * 2 + (TOKENS / 64 - 1) * 2 * LAYER * (2 + 4 + 4)),
         weights=3 * 2 * (2 + 2) * NUMBERS, gradients=3 * (2 + 4) * NUMBERS,
     ),
