@@ -115,7 +115,7 @@ def plan(
     if trace is not None:
         steps = trace_rank(found, trace)
         if as_json:
-            render.emit_json(trace_to_dict(trace, steps))
+            render.emit_json(trace_to_dict(found, trace, steps))
         else:
             render.say(console, trace_view(found, trace, steps))
         return 0

@@ -28,15 +28,30 @@ def trace_rank(plan: Plan, rank: int) -> Trace:
     return trace_method(first.method, first.mask, blocks, rank, recompute_before=first.recompute_before)
 
 
-def trace_to_dict(rank: int, trace: Trace) -> dict[str, Any]:
+def trace_to_dict(plan: Plan, rank: int, trace: Trace) -> dict[str, Any]:
     """Plain values for JSON."""
-    passes = {name: [{"step": step.step, "ops": list(step.ops)} for step in steps] for name, steps in trace.items()}
-    return {"rank": rank, "layer": 0, "passes": passes}
+    passes = {
+        name: [{"step": step.step, "ops": [" ".join(op.split()) for op in step.ops]} for step in steps]
+        for name, steps in trace.items()
+    }
+    group = {"ranks": plan.group.size, "nodes": plan.group.nodes}
+    return {"preset": plan.run.method.preset, **group, "rank": rank, "layer": 0, "passes": passes}
 
 
 def trace_view(plan: Plan, rank: int, trace: Trace) -> Text:
-    """The passes one after another, under a line that says what they are of."""
-    what = f"{plan.run.method.preset}, layer 0, rank {rank} of {plan.group.size} on {plan.group.nodes} nodes"
-    legend = "kv2[0:4]: rows 0 to 3 of the k and v that ring rank 2 owns"
-    parts = [f"{name}\n{trace_text(steps) or 'nothing'}" for name, steps in trace.items()]
-    return Text("\n\n".join([f"{what} ({legend})", *parts]), no_wrap=True, overflow="ignore")
+    """The passes one after another, under lines that say what they are of."""
+    method, group = plan.run.method, plan.group
+    nodes = "one node" if group.nodes == 1 else f"{group.nodes} nodes"
+    moves = "" if group.size == 1 else f", backward moves {method.backward_circulates}"
+    what = f"{method.preset} on {group.size} ranks of {nodes}, layout {method.layout}{moves}: rank {rank}, layer 0"
+    legend = "kv0[0:4]: k and v of rows 0 to 3 of the block that ring rank 0 owns"
+    if method.head_parallel_size > 1:
+        legend += f"; kv@{rank}[0:4]: of the rows that rank {rank} holds between the layers"
+    passes = [f"{name}\n{_pass_text(name, steps, trace['forward'])}" for name, steps in trace.items()]
+    return Text("\n\n".join([f"{what}\n({legend})", *passes]), no_wrap=True, overflow="ignore")
+
+
+def _pass_text(name: PassName, steps: Sequence[TraceStep], forward: Sequence[TraceStep]) -> str:
+    if name == "recompute" and steps is forward:
+        return "as forward"
+    return trace_text(steps) or "nothing"

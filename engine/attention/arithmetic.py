@@ -45,7 +45,10 @@ class TensorArithmetic:
     def __init__(
         self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None, sinks: Tensor | None = None
     ) -> None:
-        """`sinks`: [num_heads], one more logit per query head in the softmax's denominator (see `merge.finish`)."""
+        """`sinks`: [num_heads], one more logit per query head in the softmax's denominator (see `merge.finish`).
+
+        No model passes them as yet.
+        """
         self.shape = shape
         self._sinks = sinks
         self.kernel = kernel

@@ -29,13 +29,14 @@ CASES = {
     "single": ["attention=single", "parallel.cp_size=1", "parallel.dp_shard_size=4"],
     "megatron_tp": ["attention=megatron_tp", "parallel.tp_size=2", "parallel.cp_size=1", "parallel.dp_shard_size=2"],
     "window": ["attention=burst", "attention.mask=window", "attention.window_tokens=3"],
+    "chunks": ["attention=fpdt", "attention.chunk_tokens=4", "train.seq_len=32"],
     "recompute": ["attention=burst", "memory=seq_fraction", "attention.backward_circulates=q"],
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_trace_of_rank_0(case: str, burst: Burst, golden: Golden) -> None:
-    result = burst("plan", *CASES[case], *ON_FOUR_RANKS)
+    result = burst("plan", *ON_FOUR_RANKS, *CASES[case])
 
     assert result.code == 0, result.err
     golden(f"traces/{case}.txt", result.out)

@@ -50,6 +50,7 @@ class Value(NamedTuple):
 
     owner      ring rank whose block it is
     argument   name of an input or output of the plan
+    shard_of   rank whose shard of the block its rows are counted in (head exchange); None: rows of the block
     """
 
     number: int
@@ -57,6 +58,7 @@ class Value(NamedTuple):
     rows: Rows
     owner: int
     argument: str | None = None
+    shard_of: int | None = None
 
     @property
     def kind(self) -> Kind:

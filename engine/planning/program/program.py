@@ -1,7 +1,7 @@
 """What one rank does in one pass: values that are written once, and ops on them by step.
 
-A schedule is an ordinary function that calls `send`, `recv`, `tile`, `add`, ... for one rank. Both ends of a message
-say the same steps and channel, each for itself; `_tag_transfers` gives it the same tag on both. `finish` maps
+A schedule is an ordinary function that calls `send`, `recv`, `tile`, `before`, `after` for one rank. Both ends of a
+message say the same steps and channel, each for itself; `_tag_transfers` gives it the same tag on both. `finish` maps
 values to buffers (`program.buffers`).
 """
 
@@ -93,9 +93,10 @@ class Program:
         owner: int,
         heads: HeadPart = ALL_HEADS,
         where: Store = "device",
+        shard_of: int | None = None,
     ) -> Value:
         """A new value for some rows of the block of `owner`."""
-        value = Value(len(self.values), BufferClass(kind, heads, where), rows, owner, argument)
+        value = Value(len(self.values), BufferClass(kind, heads, where), rows, owner, argument, shard_of)
         self.values.append(value)
         return value
 

@@ -67,7 +67,7 @@ class ResidentChunks:
 
 @dataclass
 class ChunkedBlock:
-    """ChunkedBlock `rows` of one rank's block: on the device while they are used, else in `store`.
+    """Chunks `rows` of one rank's block: on the device while they are used, else in `store`.
 
     query_rows   forward again: how many first rows are computed, out and lse of the others were saved; None: all
     """

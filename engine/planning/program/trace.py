@@ -20,7 +20,7 @@ _LINKS = {
 
 
 class TraceStep(NamedTuple):
-    """Ops of one step in words, in the order in which the executor starts them."""
+    """Ops of one step in words: before, messages (sends first), tiles, after."""
 
     step: int
     ops: tuple[str, ...]
@@ -30,8 +30,9 @@ def trace_program(program: Program) -> list[TraceStep]:
     """Every step at which the rank does anything.
 
     A value is written as kind, owner (ring rank) and rows of the owner's block: kv2[0:4] is k and v of rows 0 to 3 of
-    the block of ring rank 2. Messages are listed where they are posted; what is received is there when the step ends,
-    or, after "until step n", when step n does.
+    the block of ring rank 2. With a head exchange kv@1[0:4] is rows 0 to 3 of what rank 1 holds between the layers.
+    Messages are listed where they are posted; what is received is there when the step ends, or, after "until step n",
+    when step n does.
     """
     values = program.values
     received = {end.transfer.view.buffer for end in program.transfers if end.transfer.op == "recv"}
@@ -56,7 +57,8 @@ def _name(values: Sequence[Value], view: View) -> str:
     kind, heads, where = value.buffer_class
     rows = f"[{value.rows.start + view.start}:{value.rows.start + view.stop}]"
     part = f" heads {heads.index + 1}/{heads.count}" if heads.count > 1 else ""
-    return f"{kind}{value.owner}{rows}{part}{' on the host' if where == 'host' else ''}"
+    block = value.owner if value.shard_of is None else f"@{value.shard_of}"
+    return f"{kind}{block}{rows}{part}{' on the host' if where == 'host' else ''}"
 
 
 def _transfer(values: Sequence[Value], end: ProgramTransfer) -> str:

@@ -4,7 +4,8 @@
     step 1   every rank computes the tiles assigned to it, with one partial result per block
     step 2   partial results go to the owner of the rows: out and lse are merged, gradients are added
 
-Attention has no weights, so tiles may be balanced over ranks without regard to where tokens are. Only rows that the
+No preset uses it as yet: it has another interface than the schedules over `RankPass`. Attention has no weights, so
+tiles may be balanced over ranks without regard to where tokens are. Only rows that the
 tiles of a rank read travel, once per rank.
 """
 

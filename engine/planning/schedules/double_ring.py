@@ -8,8 +8,9 @@ the next lap, and so on: a message between nodes has a whole lap to arrive.
                    one lap of it around this node's ring
 
 Gradients add up along each lap. The sum of the lap in the owner's node goes to the owner. That of another node's lap
-goes to a *relay*: the rank of the owner's node that has the index of the lap's last stop. The relay adds up what comes
-from all nodes, and sends the total to the owner.
+goes to a *relay*: the rank of the owner's node that has the index of the lap's last stop. So messages between nodes
+stay between ranks of one index, each on its own network rail. A relay adds up the laps that ended at its index, and
+sends the total to the owner; a mask may let laps of one block end at several indices, and so have several relays.
 """
 
 from __future__ import annotations
@@ -140,7 +141,10 @@ def _receive(me: RankPass, lap_sum: _LapSum, total: Value | None = None) -> Valu
 
 
 def _to_relay(me: RankPass, last_step: int) -> When:
-    """As many steps as the block had for its hop between the nodes, while there are tiles to hide behind."""
+    """As many steps as the block had for its hop between the nodes, while there are tiles to hide behind.
+
+    With deferred stops the last step has only tiles of the own block, which wait for these very gradients.
+    """
     end = me.grid.size - (me.grid.deferred_stops > 0)
     return When(last_step + 1, max(last_step + 1, min(last_step + me.grid.inner, end)))
 

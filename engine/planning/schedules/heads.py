@@ -52,7 +52,7 @@ class HeadGroup:
     def argument(self, kind: Kind, name: str) -> Value:
         """All heads of the own rows: an input or output of the plan, made once."""
         if name not in self._arguments:
-            self._arguments[name] = self._value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
+            self._arguments[name] = self._own_rows_value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
         return self._arguments[name]
 
     def to_heads(self, chunk: int, step: int, all_heads: Value, target: Value) -> None:
@@ -62,7 +62,7 @@ class HeadGroup:
         """
         when, copied, own = When(step - self.lead, step - 1), target.kind != all_heads.kind, self.own_rows[chunk]
         if self.store == "host":
-            host, all_heads = all_heads, self._value(all_heads.kind, own)
+            host, all_heads = all_heads, self._own_rows_value(all_heads.kind, own)
             self.program.move(host, all_heads, own, When(step - 2 * self.lead, step - self.lead - 1))
         if _length(own):
             self.program.before(
@@ -70,11 +70,11 @@ class HeadGroup:
             )
         for other in self._others():
             if _length(own):
-                packed = self._value(all_heads.kind, own, heads=self.heads(other))
+                packed = self._own_rows_value(all_heads.kind, own, heads=self.heads(other))
                 self.program.before(when.post, "copy", packed, all_heads, own)
                 self.program.send(packed, own, self.ranks[other], Channel.HEADS, when)
             if _length(rows := self.shards[chunk][other]):
-                arrived = self._value(all_heads.kind, rows, heads=self.heads(self.number)) if copied else target
+                arrived = self._block_value(all_heads.kind, rows) if copied else target
                 self.program.recv(arrived, rows, self.ranks[other], Channel.HEADS, when)
                 if copied:
                     self.program.before(step, "copy", target, arrived, rows)
@@ -82,19 +82,19 @@ class HeadGroup:
     def to_rows(self, chunk: int, step: int, kind: Kind, source: Value, all_heads: Value, op: OpName = "copy") -> None:
         """Bring all heads of the own rows of a chunk into `all_heads` after a step: copied, or (op="add") summed."""
         if source.kind != kind:
-            cast = self._value(kind, self.chunk_rows(chunk), heads=self.heads(self.number))
+            cast = self._block_value(kind, self.chunk_rows(chunk))
             self.program.before(step, "copy", cast, source)
             source = cast
         when, own, target = When(step, step + self.lead - 1), self.own_rows[chunk], all_heads
         if self.store == "host":
-            target = self._value(all_heads.kind, own)
+            target = self._own_rows_value(all_heads.kind, own)
         if _length(own):
             self.program.after(when.wait, op, target, source, own, self.shards[chunk][self.number])
         for other in self._others():
             if _length(rows := self.shards[chunk][other]):
                 self.program.send(source, rows, self.ranks[other], Channel.HEADS, when)
             if _length(own):
-                arrived = self._value(kind, own, heads=self.heads(other))
+                arrived = self._own_rows_value(kind, own, heads=self.heads(other))
                 self.program.recv(arrived, own, self.ranks[other], Channel.HEADS, when)
                 self.program.after(when.wait, op, target, arrived, own)
         if self.store == "host":
@@ -104,7 +104,11 @@ class HeadGroup:
         """Rows of a chunk in the block."""
         return Rows(self.shards[chunk][0].start, self.shards[chunk][-1].stop)
 
-    def _value(
+    def _block_value(self, kind: Kind, rows: Rows) -> Value:
+        """Rows of the block, this rank's heads."""
+        return self.program.value(kind, rows, owner=self.owner, heads=self.heads(self.number))
+
+    def _own_rows_value(
         self,
         kind: Kind,
         rows: Rows,
@@ -112,7 +116,9 @@ class HeadGroup:
         heads: HeadPart = ALL_HEADS,
         where: Store = "device",
     ) -> Value:
-        return self.program.value(kind, rows, argument, owner=self.owner, heads=heads, where=where)
+        return self.program.value(
+            kind, rows, argument, owner=self.owner, heads=heads, where=where, shard_of=self.program.rank
+        )
 
     def _others(self) -> Iterator[int]:
         """The other ranks, from the next one on, so that not all send to one rank first."""

@@ -88,12 +88,17 @@ def plan_method(
 def trace_method(
     method: AttentionMethod, mask: Mask, blocks: Blocks, rank: int, *, recompute_before: int | None = None
 ) -> dict[PassName, list[TraceStep]]:
-    """What one rank does in every pass, in words; arguments as of `plan_method`."""
-    traces = {}
+    """What one rank does in every pass, in words; arguments as of `plan_method`.
+
+    A recompute pass of all rows is the trace of forward itself.
+    """
+    traces: dict[PassName, list[TraceStep]] = {}
     for name, one in _passes(mask, blocks, recompute_before).items():
         program = Program(one.direction, rank, method.cp_size)
         _write_program(program, one, method, blocks, {}, plans_single_rank=True)
         traces[name] = trace_program(program)
+        if name == "forward" and recompute_before is not None:
+            traces["recompute"] = traces["forward"]  # replaced below where it is of fewer rows
     return traces
 
 

@@ -43,6 +43,7 @@ def pass_block(me: RankPass, step: RingStep, first: Value | None) -> Value | Non
     if step.stop:
         if not rows.is_needed(step.stop):
             return None
+        # The lap's first stop has the block even where it needs no row of it.
         source = me.rank_at(step, rows.previous(step.stop) or 0)
         # One step before it is used, beside that step's tile.
         block = me.recv(step, rows.from_stop(step.stop), source, PAYLOAD, When.at(step.number - 1))

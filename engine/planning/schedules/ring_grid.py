@@ -9,7 +9,7 @@ Every block makes one lap around each inner ring, its owner's first; `stop` coun
     (lap, stop)                  (0, 0) (0, 1) (0, 2) (1, 0) (1, 1) (1, 2)
     direction=1                  (0, 0) (0, 1) (0, 2) (1, 0) (1, 1) (1, 2)
     the same, deferred_stops=1   (0, 0) (0, 1) (1, 0) (1, 1) (1, 2) (0, 2)
-    direction=-1, is_reversed    (1, 2) (1, 1) (1, 0) (0, 2) (0, 1) (0, 0)
+    direction=1, is_reversed     (1, 2) (1, 1) (1, 0) (0, 2) (0, 1) (0, 0)
 """
 
 from __future__ import annotations

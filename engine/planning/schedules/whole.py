@@ -57,9 +57,7 @@ class WholeBlocks:
 
     visible             the mask and the layout
     rows_needed_cache   shared by the ranks that are planned together
-    plans_single_rank      whether only this rank is planned: then only what its messages depend on is worked out
-    query_rows          forward again: how many first rows of the block are computed, out and lse of the others were
-                        saved; None: all rows
+    plans_single_rank   whether only this rank is planned: then only what its messages depend on is worked out
     """
 
     def __init__(
@@ -88,7 +86,10 @@ class WholeBlocks:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, query_rows: int | None) -> None:
-        """q stays, k and v move: out and lse of the own queries."""
+        """q stays, k and v move: out and lse of the own queries.
+
+        query_rows: of a recomputed pass, how many first rows of the block; out and lse of the others were saved
+        """
         grid = RingGrid(self.method.ring_inner_size, self.method.ring_outer_size)
         final_kv = self._final_kv()
         q, kv = self._forward_inputs(has_final_kv=final_kv is not None)
@@ -170,6 +171,7 @@ class WholeBlocks:
             method.ring_inner_size,
             method.ring_outer_size,
             1 if upwards else -1,
+            # The own block is one of the deferred: it needs no hop, so its tiles alone come later (`halves` below).
             deferred_stops=max(0, deferred - 1),
             is_reversed=final_kv is not None,
         )

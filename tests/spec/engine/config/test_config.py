@@ -32,7 +32,8 @@ def problems_of(values: dict[str, Any]) -> tuple[str, ...]:
 SETTINGS = """
     [] exp=tiny model.name=tiny model.rope_scaling.kind=none model.qkv_bias=False model.qk_norm=False
     model.tie_embeddings=False model.require_init_from=False attention.preset=single attention.mask=causal
-    attention.mask_layers=() attention.documents=False attention.check_plans=False attention.kernel=auto memory.activation_checkpoint=full
+    attention.mask_layers=() attention.documents=False attention.check_plans=False attention.kernel=auto
+    memory.activation_checkpoint=full
     memory.checkpoint_layers=() memory.optimizer_store=device memory.optimizer_in_backward=False
     memory.moments_dtype=float32 optimizer.schedule=cosine train.compute_dtype=bfloat16 train.deterministic=False
     train.evaluate_only=False train.compile=False train.tensorboard=False train.checkpoint.at_end=False
