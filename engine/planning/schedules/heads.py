@@ -52,7 +52,7 @@ class HeadGroup:
     def argument(self, kind: Kind, name: str) -> Value:
         """All heads of the own rows: an input or output of the plan, made once."""
         if name not in self._arguments:
-            self._arguments[name] = self._own_rows_value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
+            self._arguments[name] = self._shard_value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
         return self._arguments[name]
 
     def to_heads(self, chunk: int, step: int, all_heads: Value, target: Value) -> None:
@@ -62,7 +62,7 @@ class HeadGroup:
         """
         when, copied, own = When(step - self.lead, step - 1), target.kind != all_heads.kind, self.own_rows[chunk]
         if self.store == "host":
-            host, all_heads = all_heads, self._own_rows_value(all_heads.kind, own)
+            host, all_heads = all_heads, self._shard_value(all_heads.kind, own)
             self.program.move(host, all_heads, own, When(step - 2 * self.lead, step - self.lead - 1))
         if _length(own):
             self.program.before(
@@ -70,7 +70,7 @@ class HeadGroup:
             )
         for other in self._others():
             if _length(own):
-                packed = self._own_rows_value(all_heads.kind, own, heads=self.heads(other))
+                packed = self._shard_value(all_heads.kind, own, heads=self.heads(other))
                 self.program.before(when.post, "copy", packed, all_heads, own)
                 self.program.send(packed, own, self.ranks[other], Channel.HEADS, when)
             if _length(rows := self.shards[chunk][other]):
@@ -87,14 +87,14 @@ class HeadGroup:
             source = cast
         when, own, target = When(step, step + self.lead - 1), self.own_rows[chunk], all_heads
         if self.store == "host":
-            target = self._own_rows_value(all_heads.kind, own)
+            target = self._shard_value(all_heads.kind, own)
         if _length(own):
             self.program.after(when.wait, op, target, source, own, self.shards[chunk][self.number])
         for other in self._others():
             if _length(rows := self.shards[chunk][other]):
                 self.program.send(source, rows, self.ranks[other], Channel.HEADS, when)
             if _length(own):
-                arrived = self._own_rows_value(kind, own, heads=self.heads(other))
+                arrived = self._shard_value(kind, own, heads=self.heads(other))
                 self.program.recv(arrived, own, self.ranks[other], Channel.HEADS, when)
                 self.program.after(when.wait, op, target, arrived, own)
         if self.store == "host":
@@ -108,7 +108,7 @@ class HeadGroup:
         """Rows of the block, this rank's heads."""
         return self.program.value(kind, rows, owner=self.owner, heads=self.heads(self.number))
 
-    def _own_rows_value(
+    def _shard_value(
         self,
         kind: Kind,
         rows: Rows,
