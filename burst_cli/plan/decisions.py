@@ -6,6 +6,7 @@ from engine.config.settings import RunConfig
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
 from engine.planning.program.ops import Kind, TokenBytes
 from engine.predict.memory import Capacity
+from engine.resolve.attention import METHOD_TOLERANCE
 from engine.resolve.decisions import Decision, Rule
 from engine.resolve.memory import TIE_TOLERANCE
 
@@ -13,7 +14,10 @@ from engine.resolve.memory import TIE_TOLERANCE
 def preset_words(decision: Decision) -> str:
     """Why attention=auto became this method: its prediction, and that of the next one."""
     figures, others = decision.figures, decision.candidates[1:]
-    among = f"first of {figures['candidates']:.0f} methods planned"
+    among = (
+        f"first of {figures['candidates']:.0f} methods planned (of those within {METHOD_TOLERANCE:.0%} of the fastest, "
+    )
+    among += "the one with the smallest buffers)"
     against = f"; next {others[0].method.preset} {others[0].seconds:.3g} s" if others else ""
     return (
         f"auto: {decision.value} is predicted at {figures['seconds']:.3g} s per step of attention, "

@@ -14,6 +14,7 @@ from burst_cli.outputs import PICTURES, check_output, write_figure
 from burst_cli.plan import candidates as planning
 from burst_cli.plan.table import answer_view, details_view
 from burst_cli.plan.trace import trace_rank, trace_to_dict, trace_view
+from engine.config.errors import ConfigError
 
 app = new_verb()
 
@@ -103,6 +104,8 @@ def plan(
 
     Exit codes: 0 it fits, 1 it does not, 2 usage or configuration.
     """
+    if trace is not None and (picture is not None or details):
+        raise ConfigError("--trace prints what one rank does and nothing else; leave out --picture and --details")
     if picture is not None:
         check_output("--picture", picture, *PICTURES)
     device, placed = planning.placement(device, ranks, nodes)

@@ -68,6 +68,7 @@ _WORDS = {
         "dp dp_size fsdp zero zero_stage zero_optimization data_parallel_size fsdp_size "
         "data_parallel_shard_degree dp_shard fsdp_config"
     ),
+    "parallel.comm_sms": "message_sms comm_num_sms num_comm_sms",
     "parallel.dp_replicate_size": "data_parallel_replicate_degree dp_replicate hsdp",
     "burst does not use DeepSpeed; ZeRO is parallel.dp_shard_size": "deepspeed deepspeed_config",
     "burst has no pipeline parallelism; parallel.cp_size, ranks that share one sequence": (

@@ -51,8 +51,9 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
     """
     if memory.activation_checkpoint == "auto" and not memory.checkpoint_layers:
         raise ConfigError(
-            "memory.activation_checkpoint=auto is resolved by `burst launch` before ranks start; "
-            "start with it, or name a policy such as full or attn_out"
+            "memory.activation_checkpoint=auto is resolved by `burst launch`, which writes resolved.json beside "
+            "config.yaml, and that file is missing; start with `burst launch`, or name a policy such as full or "
+            "attn_out"
         )
     layer_pattern = checkpoint_kinds(memory)
     kinds = [layer_pattern[index % len(layer_pattern)] for index in range(num_layers)]

@@ -147,11 +147,15 @@ def read_resolved(path: Path, requested: RunConfig) -> ResolvedRun | None:
         run = _read(file)
     except (OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
         text = f"damaged, or changed after it was written: {error}"
-        raise ConfigError(f"{file}: {text}. Change settings with a new `burst launch`") from error
+        raise ConfigError(
+            f"{file}: {text}. Put back what the launch wrote, or start a new `burst launch` with "
+            "train.checkpoint.resume_from set to this run"
+        ) from error
     if config_fingerprint(requested) != run.requested:
         raise ConfigError(
-            f"{path / 'config.yaml'}: changed after the launch, which resolved it for all ranks ({RESOLVED_FILE}). "
-            "Change settings with a new `burst launch`"
+            f"{file} was not made from {path / 'config.yaml'}: one of them was changed after the launch, or comes from "
+            "another run. Put back what the launch wrote, or start a new `burst launch` with "
+            "train.checkpoint.resume_from set to this run"
         )
     return run
 
