@@ -286,14 +286,22 @@ def read_launch_plan(run_path: Path) -> LaunchPlan:
 
     Nodes that a scheduler grants later still have placeholder names; `cluster.control.runner.read_run_plan` has theirs.
     """
+    return _moved(_read_plan(run_path), run_path.absolute())
+
+
+def launch_folder(run_path: Path) -> Path:
+    """Return the folder in which the run was launched, wherever its folder is now. Raises PlanFileError."""
+    return Path(_read_plan(run_path).run_path)
+
+
+def _read_plan(run_path: Path) -> LaunchPlan:
     path = run_path / PLAN_FILE
     try:
-        plan = plan_from_dict(json.loads(path.read_bytes()))
+        return plan_from_dict(json.loads(path.read_bytes()))
     except FileNotFoundError as error:
         raise PlanFileError(f"{path}: there is none, so `burst launch` did not start this run") from error
     except (OSError, ValueError, RecursionError, PlanFileError) as error:
         raise PlanFileError(f"{path}: not a launch plan: {one_line(str(error), 300)}") from error
-    return _moved(plan, run_path.absolute())
 
 
 def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from cluster.control.attempt import ControllerBusyError, RunState, StopRequests,
 from cluster.control.controller import settle
 from cluster.control.runner import read_run_plan
 from cluster.errors import ClusterError
+from cluster.plan import launch_folder
 from engine.config.errors import ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder
 
@@ -37,6 +39,7 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
     controls it, UnknownRunError when its nodes cannot be asked, PlanFileError when `burst launch` did not start it.
     """
     plan = read_run_plan(run.path)
+    _check_folder(run, launch_folder(run.path))
     console = manner.console()
     way = find_way(run, console)
     if way == "done":
@@ -52,6 +55,16 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
         if manner.detach:
             return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
         return lead_run(plan, run, stop, manner, start=way == "start")
+
+
+def _check_folder(run: RunFolder, launched: Path) -> None:
+    """Raise ConfigError where the folder was copied or moved: its commands would run in the folder of the launch."""
+    if run.path.resolve() != launched.resolve():
+        raise ConfigError(
+            f"run {run.run_id} was launched in {launched}, but this folder is {run.path}: a copy, or moved. Resume it "
+            "where it was launched (move it back), or continue from it as a new run: "
+            f"burst launch ... train.checkpoint.resume_from={run.path}"
+        )
 
 
 def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunState] = settle) -> Way:

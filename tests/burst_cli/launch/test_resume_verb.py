@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_a_failed_run_starts_its_next_attempt_and_a_completed_one_has_nothing_to
         (living.run.path / "launch.json").unlink()
         refused = burst("resume")
         assert (refused.code, "`burst launch` did not start this run" in refused.err) == (1, True)
+
+
+def test_a_copy_of_a_run_is_refused(burst: Burst, root: Path, tmp_path: Path) -> None:
+    with LivingRun(root, "raise") as living:
+        assert living.controller.wait(200) == 1
+    copy = tmp_path / "elsewhere" / living.run.exp / living.run.run_id
+    shutil.copytree(living.run.path, copy)
+
+    refused = burst("resume", living.run.run_id, "--runs-dir", str(tmp_path / "elsewhere"))
+
+    assert refused.code == 2
+    assert f"was launched in {living.run.path}" in refused.err
+    assert living.run.read_state()["attempt"] == 1
 
 
 def start_resume(root: Path, *argv: str) -> subprocess.Popen[str]:
