@@ -16,7 +16,7 @@ final_kv takes the place of (ring_)kv in backward where forward leaves its final
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -31,7 +31,7 @@ from engine.planning.schedules import all_gather, double_ring, reversed_ring, ri
 from engine.planning.schedules.heads import HeadGroup
 from engine.planning.schedules.rank_pass import RankPass
 from engine.planning.schedules.ring_grid import RingGrid, RowsNeeded, pairs_that_matter
-from engine.planning.visibility.mask import halves
+from engine.planning.visibility.mask import Band, halves
 from engine.planning.visibility.visible import Operand, Visibility
 
 
@@ -48,6 +48,12 @@ def schedule_of(method: AttentionMethod) -> ModuleType:
         return reversed_ring
     return double_ring if method.ring_outer_size > 1 else ring
 
+
+# Of the moving operand of backward: kind of q and dout, of the moving gradient, and of that on the wire.
+_BACKWARD_KINDS: dict[Operand, tuple[Kind, Kind, Kind]] = {
+    "kv": (Kind.Q_DOUT_OUT, Kind.DKV, Kind.DKV_WIRE),
+    "q": (Kind.Q_DOUT_STATS, Kind.DQ, Kind.DQ_WIRE),
+}
 
 RowsNeededCache = dict[tuple[RingGrid, str], RowsNeeded]
 
@@ -163,53 +169,68 @@ class WholeBlocks:
         """dq, dk and dv: one operand moves with its gradient, the gradient of the other is summed in place."""
         method, final_kv = self.method, self._final_kv()
         gathers = method.kv_transport == "all_gather"
-        kv_moves = method.backward_circulates == "kv" or gathers
+        moving: Operand = "kv" if gathers else method.backward_circulates
         deferred = self._deferred_tiles(reuses_last=final_kv is not None)
-        # One ring of kv moves the other way than forward, so both directions of a link are used in turn.
-        upwards = kv_moves and method.ring_outer_size == 1 and not final_kv
-        grid = RingGrid(
-            method.ring_inner_size,
-            method.ring_outer_size,
-            1 if upwards else -1,
-            # The own block is one of the deferred: it needs no hop, so its tiles alone come later (`halves` below).
-            deferred_stops=max(0, deferred - 1),
-            is_reversed=final_kv is not None,
-        )
-        argument = None if self.exchanges_heads else "dq", None if self.exchanges_heads else "dkv"
-        q_dout = self._value(Kind.Q_DOUT_OUT if kv_moves else Kind.Q_DOUT_STATS, self.rows, "q_dout")
+        grid = self._backward_grid(moving, deferred, is_reversed=final_kv is not None)
+        q_kind, gradient_kind, wire_kind = _BACKWARD_KINDS[moving]
+        q_dout = self._value(q_kind, self.rows, "q_dout")
         kv = final_kv or self._value(Kind.KV, self.rows, "ring_kv" if self.exchanges_heads else "kv")
-        dq, dkv = self._value(Kind.DQ, self.rows, argument[0]), self._value(Kind.DKV, self.rows, argument[1])
+        dq = self._value(Kind.DQ, self.rows, None if self.exchanges_heads else "dq")
+        dkv = self._value(Kind.DKV, self.rows, None if self.exchanges_heads else "dkv")
 
-        def tile(step: int, owner: int, block: Value, gradient: Value | None) -> None:
-            pair = (self.ring_rank, owner) if kv_moves else (owner, self.ring_rank)
-            bands = self.visible.bands(*pair, of="q" if kv_moves else "kv")
-            # Of the own block, half of the tiles may wait until the last gradients are on their way.
-            parts = halves(bands) if deferred and owner == self.ring_rank else [bands]
-            for part, at in zip(parts, (step, grid.size), strict=False):
-                for band in part:
-                    self.tile_steps.append(at)
-                    operands = (q_dout, block, dq, gradient) if kv_moves else (block, kv, gradient, dkv)
-                    self.program.tile(at, band, *operands)
+        def tile_of_stationary_q(step: int, owner: int, block: Value, gradient: Value | None) -> None:
+            """Tiles of the own queries with the k and v of `owner`; `gradient`: dk, dv of that block."""
+            bands = self.visible.bands(self.ring_rank, owner, of="q")
+            for at, band in self._timed(bands, step, grid.size, defers=deferred > 0 and owner == self.ring_rank):
+                self.program.tile(at, band, q_dout, block, dq, gradient)
 
-        own_block, own_gradient = (kv, dkv) if kv_moves else (q_dout, dq)
-        wide, narrow = (Kind.DKV, Kind.DKV_WIRE) if kv_moves else (Kind.DQ, Kind.DQ_WIRE)
+        def tile_of_stationary_kv(step: int, owner: int, block: Value, gradient: Value | None) -> None:
+            """Tiles of the queries of `owner` with the own k and v; `gradient`: dq of that block."""
+            bands = self.visible.bands(owner, self.ring_rank, of="kv")
+            for at, band in self._timed(bands, step, grid.size, defers=deferred > 0 and owner == self.ring_rank):
+                assert gradient is not None
+                self.program.tile(at, band, block, kv, gradient, dkv)
+
+        tile, own_block, own_gradient = (
+            (tile_of_stationary_q, kv, dkv) if moving == "kv" else (tile_of_stationary_kv, q_dout, dq)
+        )
         me = RankPass(
             self.program,
             grid,
-            self._rows_needed(grid, "kv" if kv_moves else "q"),
+            self._rows_needed(grid, moving),
             self.ring_rank,
             self.ranks,
             self.heads,
             tile,
             own_block,
             own_gradient=own_gradient,
-            wire_kind=wide if method.gradient_wire_dtype == "float32" else narrow,
+            wire_kind=gradient_kind if method.gradient_wire_dtype == "float32" else wire_kind,
         )
         schedule_of(method).backward(me)
         if self.exchanges_heads:
             levels = (grid.inner > 1) + (grid.outer > 1)
             hops_after = 0 if final_kv else min(1, levels) if gathers else levels
-            self._exchange_backward(q_dout, dq, dkv, grid.size + hops_after, kv_moves=kv_moves)
+            self._exchange_backward(q_dout, dq, dkv, grid.size + hops_after, kv_moves=moving == "kv")
+
+    def _backward_grid(self, moving: Operand, deferred: int, *, is_reversed: bool) -> RingGrid:
+        # A single ring of kv moves the other way than in forward, so both directions of a link are used in turn.
+        upwards = moving == "kv" and self.method.ring_outer_size == 1 and not is_reversed
+        return RingGrid(
+            self.method.ring_inner_size,
+            self.method.ring_outer_size,
+            1 if upwards else -1,
+            # The own block is one of the deferred: it needs no hop, so its tiles alone come later (`_timed`).
+            deferred_stops=max(0, deferred - 1),
+            is_reversed=is_reversed,
+        )
+
+    def _timed(self, bands: Sequence[Band], step: int, end: int, *, defers: bool) -> Iterator[tuple[int, Band]]:
+        """(step, band); of the own block half may wait until the last gradients are on their way (step `end`)."""
+        now, later = halves(bands) if defers else (bands, ())
+        for at, some in ((step, now), (end, later)):
+            for band in some:
+                self.tile_steps.append(at)
+                yield at, band
 
     def _deferred_tiles(self, *, reuses_last: bool) -> int:
         """How many steps of a lap have their tiles after all others, to hide the last hops of gradients."""
