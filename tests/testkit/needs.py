@@ -36,14 +36,23 @@ def _has_gpu() -> bool:
 
 def _can_isolate() -> bool:
     """Whether this process may make namespaces and mount in them: root of many containers may not."""
-    words = ["unshare", "--mount", "--net", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True).returncode == 0
+    return _runs("unshare", "--mount", "--net", "mount", "-t", "tmpfs", "none", "/mnt")
+
+
+def _can_map_users() -> bool:
+    """Whether any user may make a network namespace: not in a chroot, and where the kernel forbids it."""
+    return _runs("unshare", "--map-root-user", "--net", "true")
+
+
+def _runs(*words: str) -> bool:
+    return shutil.which(words[0]) is not None and subprocess.run(words, capture_output=True).returncode == 0
 
 
 # What no package brings, in the words of the closing line.
 ABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "root": ("root", lambda: os.geteuid() == 0),
     "namespaces": ("namespaces (in a container: --privileged)", _can_isolate),
+    "user namespaces": ("user namespaces", _can_map_users),
     "gpu": ("a CUDA device", _has_gpu),
 }
 

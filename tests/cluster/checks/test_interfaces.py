@@ -59,6 +59,7 @@ def test_the_interface_that_nodes_talk_over_whatever_their_order(links: list[Any
         assert (found.interface.name if found.interface else found.reason) == chosen.format(names)
 
 
+@pytest.mark.needs("user namespaces", "ip")
 def test_all_addresses_of_an_interface_are_read(tmp_path: Path) -> None:
     # In a network namespace of its own; what `ip` lists is the oracle.
     adding = " && ".join(f"ip address add {one} dev lo" for one in ("169.254.7.7/16", "10.0.0.5/24"))
@@ -69,6 +70,7 @@ def test_all_addresses_of_an_interface_are_read(tmp_path: Path) -> None:
     assert sorted(lo.addresses) == sorted(re.findall(r"inet (\S+)", listed))
 
 
+@pytest.mark.needs("user namespaces", "ip")
 def test_ipv6_addresses_that_others_can_reach_are_read(tmp_path: Path) -> None:
     # In a network namespace of its own, where lo has ::1, too, of which other nodes have no use.
     adding = "ip link set lo up && ip -6 address add fd00::5/64 dev lo nodad"

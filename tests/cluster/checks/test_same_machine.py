@@ -46,6 +46,7 @@ def test_nodes_that_are_not_known_to_be_one_machine_pass(second: str) -> None:
     assert checked(f"{BOOT} {HOST}", second).usable == ("n1", "n2")
 
 
+@pytest.mark.needs("user namespaces")
 def test_namespace_of_the_network_tells_nodes_of_one_kernel_apart(tmp_path: Path) -> None:
     shells = (("sh",), ("sh",), ("unshare", "--map-root-user", "--net", "sh"))
     here, again, inside = (

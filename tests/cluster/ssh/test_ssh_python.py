@@ -73,6 +73,7 @@ def test_python3_is_asked_where_it_will_do(tmp_path: Path) -> None:
             assert program.ask(status, silence_s=20)[0]["status"]["phase"] == "none"
 
 
+@pytest.mark.needs("ssh")
 def test_python_of_the_image_is_not_looked_for_on_nodes() -> None:
     bare = ClusterConfig(python="/opt/python")
     container = replace(bare, container=ContainerConfig(runtime="docker", image="burst:1"))
