@@ -203,6 +203,33 @@ def union_members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
+class JsonObject(Mapping[str, Any]):
+    """An immutable JSON object, hashable by its canonical text; a setting whose keys are not ours to list."""
+
+    def __init__(self, value: Mapping[str, Any] | None = None) -> None:
+        """Copy `value`. Raises TypeError or ValueError for what JSON cannot hold."""
+        self._text = json.dumps(to_plain(value or {}), sort_keys=True, allow_nan=False)
+        self._items: dict[str, Any] = json.loads(self._text)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JsonObject) and self._text == other._text
+
+    def __repr__(self) -> str:
+        return f"JsonObject({self._text})"
+
+
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
 
 
@@ -217,6 +244,8 @@ def describe_type(annotation: Any) -> str:
         return "a list, each item " + describe_type(get_args(annotation)[0])
     if is_dataclass(annotation):
         return "a table of settings"
+    if annotation is JsonObject:
+        return "a table of JSON values"
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 
@@ -295,6 +324,12 @@ class _Reader:
         if isinstance(annotation, type) and is_dataclass(annotation):
             return self.table(annotation, value, f"{key}.")
         members = union_members(annotation)
+        if JsonObject in members and isinstance(value, Mapping):
+            try:
+                return JsonObject(value)
+            except (TypeError, ValueError) as error:
+                self.problems.append(Problem((key,), f"{key}: cannot be written as JSON ({error})"))
+                return MISSING
         lists = [member for member in members if get_origin(member) is tuple]
         if lists and isinstance(value, Sequence) and not isinstance(value, str):
             inner = get_args(lists[0])[0]

@@ -17,10 +17,11 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.schema import read_dataclass, setting, to_plain
+from engine.config.schema import JsonObject, read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
 
 Dtype = Literal["float32", "bfloat16"]
+Implementation = Literal["burst", "hf"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
 PresetName = Literal[
     "single",
@@ -72,9 +73,15 @@ class RopeScalingConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-style decoder."""
+    """A decoder: its shape and whose code computes it."""
 
     name: str = setting("tiny", "name of this shape in tables; the option of the group model")
+    implementation: Implementation = setting(
+        "burst", "burst: the Llama-style decoder of this engine; hf: the model's own code in transformers"
+    )
+    hf_config: JsonObject | None = setting(
+        None, "config.json of the model (needs implementation=hf); the settings of its shape must agree with it"
+    )
     vocab_size: int = setting(256, "rows of the embedding and of the LM head", "tokens", at_least=2)
     hidden_size: int = setting(256, "width of the residual stream", at_least=1)
     ffn_hidden_size: int = setting(688, "inner width of the SwiGLU feed-forward", at_least=1)
