@@ -21,7 +21,8 @@ from engine.data.tokenizers import tokenizer_of
 from engine.pretrained.folder import TokenizerFiles, find_tokenizer
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, weight_files
 from engine.pretrained.resolve import version_note
-from engine.pretrained.shape import Pretrained, read_pretrained
+from engine.pretrained.decoder_shape import Pretrained
+from engine.pretrained.shape import read_pretrained
 from engine.runs.files import replace_file
 
 app = new_verb()

@@ -11,7 +11,7 @@ from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
 
 if TYPE_CHECKING:
-    from engine.pretrained.shape import Pretrained
+    from engine.pretrained.decoder_shape import Pretrained
 
 
 def file_rules(config: RunConfig) -> Iterator[str]:
