@@ -15,7 +15,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.options import ConfigDirOption, FromOption, JsonOption, OverridesArgument, from_folder
 from burst_cli.overrides import Option, builtin_conf_dir, list_options, search_path
 from burst_cli.render import listing
 from burst_cli.terminal import can_write
@@ -35,6 +35,7 @@ Shown = tuple[dict[str, Any], Iterable[RenderableType]]  # the document, and wha
 @app.command()
 def config(
     overrides: OverridesArgument = None,
+    folder: FromOption = None,
     config_dir: ConfigDirOption = None,
     groups: Annotated[bool, typer.Option(help="List the options of every group.")] = False,
     fields: Annotated[
@@ -53,7 +54,7 @@ def config(
         raise ConfigError(f"{asked} lists what there is, whatever the overrides; leave out {' '.join(given)}")
     shown: list[Shown] = [_all_groups(list_options(search_path(config_dir or [])))] if groups else []
     shown += [_fields(words)] if fields else []
-    shown = shown or [_composed(overrides or [], config_dir or [])]
+    shown = shown or [_composed(*from_folder(folder, overrides or [], config_dir or []))]
     document = {name: value for found, _ in shown for name, value in found.items()}
     render.show(document, *(view for _, views in shown for view in views), as_json=as_json)
 

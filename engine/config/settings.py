@@ -91,7 +91,9 @@ class ModelConfig:
     head_dim: int = setting(64, "size of one head of q and k; even, for RoPE", at_least=2)
     v_head_dim: int | None = setting(None, "hf: size of one head of v; null: head_dim", at_least=1)
     kv_lora_rank: int | None = setting(None, "hf: width of the compressed keys and values (MLA)", at_least=1)
-    q_lora_rank: int | None = setting(None, "hf: width of the compressed queries (MLA); null: not compressed", at_least=1)
+    q_lora_rank: int | None = setting(
+        None, "hf: width of the compressed queries (MLA); null: not compressed", at_least=1
+    )
     rope_head_dim: int | None = setting(None, "hf: part of head_dim that RoPE turns (MLA)", at_least=1)
     gated_ffn: bool = setting(True, "hf: the feed-forward has a gate, so three matrices; false: two")
     num_moe_layers: int = setting(

@@ -83,7 +83,7 @@ def layer_shapes(model: ModelConfig) -> LayerShapes:
     hidden, heads, head_dim = model.hidden_size, model.num_heads, model.head_dim
     output = (heads * (model.v_head_dim or head_dim), hidden)
     if model.kv_lora_rank is None:
-        attention = ((hidden, heads * head_dim), (hidden, 2 * model.num_kv_heads * head_dim), output)
+        attention: Shapes = ((hidden, heads * head_dim), (hidden, 2 * model.num_kv_heads * head_dim), output)
     else:
         attention = (*_latent_shapes(model), output)
     moe = model.num_moe_layers > 0
@@ -130,6 +130,15 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         vectors=model.num_layers * (gains + biases) + model.hidden_size,
         head=vocabulary,
     )
+
+
+def ffn_rows(model: ModelConfig) -> float:
+    """Return the elements per token of the tensors inside the feed-forward: gate, up and their product; the mean over
+    layers, of experts those that a token is routed to.
+    """
+    routed = model.experts_per_token * model.expert_ffn_hidden_size + model.shared_expert_ffn_hidden_size
+    dense = (model.num_layers - model.num_moe_layers) * model.ffn_hidden_size
+    return (2 + model.gated_ffn) * (dense + model.num_moe_layers * routed) / model.num_layers
 
 
 def _numbers(shapes: Shapes) -> int:

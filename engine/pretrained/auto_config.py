@@ -20,8 +20,11 @@ from engine.pretrained.folder import CONFIG_FILE, ModelFolder
 from engine.pretrained.transformers_process import TransformersError, ask
 from engine.runs.files import replace_json
 
-# Of a run of transformers, not of the model.
-_NOT_OF_MODEL = ("_name_or_path", "transformers_version")
+# Of how transformers runs a model or of other tasks than language models, not of the decoder.
+_NOT_OF_MODEL = frozenset(
+    {"transformers_version", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"}
+    | {"output_attentions", "output_hidden_states", "return_dict", "use_cache"}
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class AutoConfigFacts:
 
 
 def ask_config(folder: ModelFolder) -> AutoConfigFacts:
-    """Load config.json with AutoConfig.from_pretrained. Raises ConfigError when transformers does not know the model."""
+    """Load config.json with AutoConfig.from_pretrained. Raises ConfigError where transformers cannot."""
     version = importlib.metadata.version("transformers")
     name = hash_json({"config": folder.config, "transformers": version})[:32]
     try:
@@ -47,7 +50,8 @@ def main(folder: str, out: str) -> None:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    document = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_MODEL}
+    stated = config.to_dict().items()
+    document = {key: value for key, value in stated if key not in _NOT_OF_MODEL and not key.startswith("_")}
     replace_json(Path(out), {"document": document, "num_parameters": _num_parameters(config)})
 
 
@@ -58,10 +62,10 @@ def _num_parameters(config: Any) -> int | None:
 
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception:  # whatever the code of a model raises; a rank that builds it says why
         return None
-    return sum(parameter.numel() for parameter in model.parameters())
+    return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 if __name__ == "__main__":

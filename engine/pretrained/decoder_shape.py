@@ -1,4 +1,4 @@
-"""Reads the shape of a decoder of any family from its config.json, for `model.implementation=hf`. Standard library only.
+"""Reads the shape of a decoder of any family from its config.json (`model.implementation=hf`). Standard library only.
 
     sizes         by the common key, else by one of its aliases (`n_embd` of GPT-2)
     experts       how many, how wide, and in which layers
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from engine.config.errors import ConfigError
 from engine.config.schema import JsonObject
-from engine.config.settings import MaskKind, ModelConfig
+from engine.config.settings import AttentionConfig, MaskKind, ModelConfig
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
@@ -34,12 +34,21 @@ _LEFT_OUT = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
 _MASKS: Mapping[str, MaskKind] = {"full_attention": "causal", "sliding_attention": "window"}
 # Families whose feed-forward is two matrices with an activation between. Source: their MLP in transformers 5.23.
 _UNGATED = frozenset(
-    {"biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj"}
-    | {"jais2", "mpt", "nanochat", "nemotron", "opt", "persimmon", "phi", "starcoder2", "xglm", "apertus", "arcee", "gpt-sw3"}
+    {"apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"}
+    | {"gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt", "persimmon", "phi"}
+    | {"starcoder2", "xglm"}
 )
 # Families with a norm over every head of q and k, and no setting that says so.
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
-_TWO_NORMS_MORE = frozenset({"gemma2", "gemma3_text", "glm4"})  # after attention and feed-forward, too
+
+
+# Keys of a config.json that may differ from those of the folder with the weights, since no weight changes with them.
+_FREE = frozenset(
+    {"architectures", "dtype", "torch_dtype", "transformers_version", "max_position_embeddings", "initializer_range"}
+    | {"use_cache", "return_dict", "router_aux_loss_coef"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "quantization_config"}
+)
+_FREE_PREFIXES = ("_", "rope_", "output_")
 
 
 class LayerKind(NamedTuple):
@@ -58,12 +67,14 @@ class Pretrained:
         window_tokens: Attention window of the layers that have one; None: none has.
         seq_len: Longest sequence that the model was trained on.
         mask_layers: Mask of each layer, as a pattern that repeats; of one mask if all layers have it.
+        num_parameters: As transformers counts them; None: not asked.
     """
 
     model: ModelConfig
     window_tokens: int | None
     seq_len: int
     mask_layers: tuple[MaskKind, ...] = ("causal",)
+    num_parameters: int | None = None
 
 
 def read_decoder(document: Mapping[str, Any], name: str, *, is_complete: bool) -> Pretrained:
@@ -111,24 +122,53 @@ def shortest_pattern(items: Sequence[Any]) -> tuple[Any, ...]:
 
 def contradictions(model: ModelConfig) -> Iterator[str]:
     """Yield the settings of a model that differ from what its hf_config states; what it leaves out is not compared."""
-    document = model.hf_config or {}
-    stated: dict[str, Any] = {ours: _find(document, ours) for ours in _ALIASES if ours not in ("seq_len", "num_experts")}
+    document: Mapping[str, Any] = model.hf_config or {}
+    stated: dict[str, Any] = {ours: _find(document, ours) for ours in _ALIASES if ours != "seq_len"}
     stated["tie_embeddings"] = document.get("tie_word_embeddings")
     if model.num_moe_layers and document.get("moe_intermediate_size") is None:
         stated.pop("ffn_hidden_size")  # there it is the width of an expert
     if not model.num_moe_layers:
         stated.pop("experts_per_token")
+        stated.pop("num_experts")
     for ours, value in stated.items():
         if isinstance(value, int) and getattr(model, ours) != value:
             yield f"model.{ours} is {getattr(model, ours)}, in model.hf_config {value}"
 
 
-def stated_masks(document: Mapping[str, Any]) -> tuple[MaskKind, ...] | None:
-    """Return the pattern of masks that `layer_types` states; None where there is none, or one without a mask."""
-    types = document.get("layer_types")
-    if not types or not set(types) <= _MASKS.keys():
-        return None
-    return shortest_pattern([_MASKS[kind] for kind in types])
+def mask_problems_of(document: Mapping[str, Any], attention: AttentionConfig) -> Iterator[str]:
+    """Yield in what the masks of a run are not those of a model whose config.json states windows of its layers."""
+    types, window = document.get("layer_types"), document.get("sliding_window")
+    if not types or not set(types) <= _MASKS.keys() or "sliding_attention" not in types:
+        return
+    masks = shortest_pattern([_MASKS[kind] for kind in types])
+    given = attention.mask_layers or (attention.mask,)
+    if [given[index % len(given)] for index in range(len(types))] != [_MASKS[kind] for kind in types] or (
+        attention.window_tokens != window
+    ):
+        yield (
+            f"attention.mask_layers, attention.window_tokens: got {list(given)} and {attention.window_tokens}, but the "
+            f"layers of model.hf_config have windows; set {mask_settings(masks, window)}"
+        )
+
+
+def mask_settings(masks: Sequence[MaskKind], window_tokens: int | None) -> str:
+    """Return masks of layers as overrides."""
+    return f"attention.mask_layers=[{','.join(masks)}] attention.window_tokens={window_tokens}"
+
+
+def document_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the keys that two config.json state otherwise, apart from those that change no weight."""
+    shared = [key for key in ours if key in theirs and key not in _FREE and not key.startswith(_FREE_PREFIXES)]
+    return [f"{key} is {ours[key]}, in the folder {theirs[key]}" for key in shared if ours[key] != theirs[key]]
+
+
+def quantized_text(document: Mapping[str, Any]) -> str:
+    """Return why a folder with quantized weights cannot be trained from."""
+    method = document["quantization_config"].get("quant_method", "an unknown method")
+    return (
+        f"quantization_config: its weights are quantized ({method}); save them in 16 bits with transformers "
+        "(dequantize=True) and give that folder"
+    )
 
 
 def _find(document: Mapping[str, Any], ours: str) -> Any:
@@ -163,6 +203,8 @@ def _unknown_parts(document: Mapping[str, Any]) -> Iterator[str]:
             "transformers and give that folder"
         )
         return
+    if document.get("quantization_config"):
+        yield quantized_text(document)
     for ours in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
         if not isinstance(_find(document, ours), int):
             yield f"{_ALIASES[ours][0]}: got {_find(document, ours)!r}, expected a whole number"
@@ -178,7 +220,9 @@ def _unknown_parts(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _model(document: Mapping[str, Any], name: str) -> ModelConfig:
     family = str(document.get("model_type"))
-    sizes = {ours: int(_find(document, ours)) for ours in ("vocab_size", "hidden_size", "num_layers", "num_heads")}
+    sizes: dict[str, Any] = {
+        ours: int(_find(document, ours)) for ours in ("vocab_size", "hidden_size", "num_layers", "num_heads")
+    }
     kv_heads = _find(document, "num_kv_heads")
     ffn = _find(document, "ffn_hidden_size")
     return ModelConfig(
@@ -199,7 +243,7 @@ def _model(document: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def _heads(document: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the sizes of heads; of latent attention (MLA) those of the keys and values that attention computes with."""
+    """Return the sizes of heads; of latent attention (MLA) those of the keys and values that attention sees."""
     if (rank := document.get("kv_lora_rank")) is None:
         return {"head_dim": int(document.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"])}
     rope = int(document["qk_rope_head_dim"])
@@ -212,7 +256,7 @@ def _heads(document: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, A
     }
 
 
-def _experts(document: Mapping[str, Any]) -> dict[str, int]:
+def _experts(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a mixture of experts; nothing without one."""
     layers = sum(kind.has_experts for kind in layer_kinds(document))
     if not layers:
@@ -240,11 +284,10 @@ def _expert_layers(document: Mapping[str, Any], layers: int) -> frozenset[int]:
         return frozenset(index for index, kind in enumerate(types[:layers]) if kind == "sparse")
     if isinstance(document.get("moe_layers"), Sequence):
         return frozenset(document["moe_layers"])
-    first = document.get("first_k_dense_replace", document.get("num_dense_layers", document.get("moe_layer_start_index")))
+    starts = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    first = next((document[key] for key in starts if document.get(key) is not None), 0)
     step, dense = document.get("decoder_sparse_step") or 1, set(document.get("mlp_only_layers") or ())
-    return frozenset(
-        index for index in range(int(first or 0), layers) if (index + 1) % step == 0 and index not in dense
-    )
+    return frozenset(index for index in range(int(first), layers) if (index + 1) % step == 0 and index not in dense)
 
 
 def _common_type(document: Mapping[str, Any]) -> str:

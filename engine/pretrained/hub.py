@@ -4,6 +4,8 @@ transformers' own code.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.config.errors import ConfigError
 from engine.config.settings import Implementation
 from engine.pretrained.auto_config import ask_config
@@ -29,7 +31,7 @@ def read_model(folder: ModelFolder, implementation: Implementation | None = None
         if not has_transformers() or "text_config" in folder.config:
             return read_decoder(folder.config, name, is_complete=False)
         facts = ask_config(folder)
-        return read_decoder(facts.document, name, is_complete=True)
+        return replace(read_decoder(facts.document, name, is_complete=True), num_parameters=facts.num_parameters)
     except ConfigError as error:
         raise ConfigError([f"{file}: {problem.removeprefix(f'{file}: ')}" for problem in error.problems]) from error
 
@@ -37,4 +39,3 @@ def read_model(folder: ModelFolder, implementation: Implementation | None = None
 def default_implementation(folder: ModelFolder) -> Implementation:
     """Return who computes a model: this engine's decoder, where it has its family."""
     return "burst" if folder.config.get("model_type") in CONFIG_DEFAULTS else "hf"
-
