@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.config.errors import ConfigError
+from engine.model.decoder import persistent_buffers
 from engine.model.init import local_block
 from engine.pretrained.names import weight_files
 
@@ -59,13 +60,7 @@ def load_weights(decoder: nn.Module, model: Any, folder: Path) -> None:
 
 def saved_tensors(decoder: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; a tied weight once."""
-    buffers = {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in decoder.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-    return {**dict(decoder.named_parameters()), **buffers}
+    return {**dict(decoder.named_parameters()), **persistent_buffers(decoder)}
 
 
 def _sources(

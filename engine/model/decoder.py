@@ -42,6 +42,16 @@ class Routing(Protocol):
         """Return statistics of the routers over all ranks, by their names in metrics.jsonl."""
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's weights though nothing trains them, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 class Decoder(nn.Module):
     """A decoder on one device: tokens -> hidden states after the final norm; `head` makes the loss of them.
 
