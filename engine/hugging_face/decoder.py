@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from engine.attention.context import HeadShape
 from engine.attention.hugging_face import ShardMask, layer_windows, model_problems, use_attention
@@ -24,7 +25,8 @@ from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, LossConfig, ModelConfig
 from engine.hugging_face.experts import Routers, RouterStatistics, find_routers
 from engine.hugging_face.head import logits_scale
-from engine.hugging_face.initial import fill_buffers, initial_values
+from engine.hugging_face.initial import UNINITIALISED, fill_buffers, initial_values
+from engine.hugging_face.probe import probe_problems
 from engine.hugging_face.sequence import LayerSequence
 from engine.hugging_face.weights import load_weights
 from engine.loss.head import LMHead
@@ -64,7 +66,13 @@ class HuggingFaceDecoder(Decoder):
         except ConfigError as error:
             raise ConfigError([f"{kind}: {problem}" for problem in error.problems]) from error
         self._initial = initial_values(model)
+        lost = [name for name, _ in model.named_buffers() if self._initial[name] == UNINITIALISED]
+        if lost:
+            raise ConfigError(f"{kind}: its code does not compute {', '.join(lost)} anew after it was built")
         use_attention(model)
+        model.train()
+        if problems := [f"{kind}: {problem}" for problem in probe_problems(base, self.windows)]:
+            raise ConfigError(problems)
         # Not registered a second time: these modules belong to `base`, or are the model around it.
         for name, value in {"base": base, "layers": layers, "embedding": base.get_input_embeddings()}.items():
             object.__setattr__(self, name, value)
@@ -95,7 +103,7 @@ class HuggingFaceDecoder(Decoder):
         rows = position_ids.expand(tokens.shape[0], -1)
         outputs = self.base(
             input_ids=tokens,
-            attention_mask=torch.ones_like(rows, dtype=torch.bool).as_subclass(ShardMask),
+            attention_mask=_shard_mask(rows),
             position_ids=rows,
             use_cache=False,
             sequence=sequence,
@@ -127,6 +135,12 @@ class HuggingFaceDecoder(Decoder):
         fill_buffers(self.base, device)
 
     transformers_model: list[Any]
+
+
+def _shard_mask(rows: Tensor) -> Tensor:
+    """Return a `ShardMask` of the shape of `rows`, real under a FakeTensorMode too, which has no subclasses."""
+    with unset_fake_temporarily():
+        return torch.ones(1, 1, dtype=torch.bool, device=rows.device).expand(rows.shape).as_subclass(ShardMask)
 
 
 def build_transformers_model(config: ModelConfig) -> Any:
@@ -225,6 +239,3 @@ def _problems(model: Any, config: ModelConfig, base_name: str, head_name: str) -
     for name, value in sizes.items():
         if getattr(config, name) != value:
             yield f"model.{name} is {getattr(config, name)}, but by model.hf_config {value}"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            yield f"{name} is a dropout of {module.p}; set it to 0 in model.hf_config"

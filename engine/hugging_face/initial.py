@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.model.decoder import Initial
 
+UNINITIALISED = "transformers leaves it uninitialised"
 _FLAG = "_is_hf_initialized"  # transformers skips tensors and modules with it
 
 
@@ -55,7 +56,7 @@ def initial_values(model: Any) -> dict[str, Initial | str]:
 
 def _initial(tensor: Tensor, writes: Sequence[Write]) -> Initial | str:
     """Return the distribution that a sequence of writes leaves in a tensor."""
-    found: Initial | str = "transformers leaves it uninitialised"
+    found: Initial | str = UNINITIALISED
     for func, target, arguments in writes:
         name = func._schema.name.removeprefix("aten::")
         if target.numel() != tensor.numel():
