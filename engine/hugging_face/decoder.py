@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from engine.hugging_face.probe import probe_problems
 from engine.hugging_face.sequence import LayerSequence
 from engine.hugging_face.weights import load_weights
 from engine.loss.head import LMHead
-from engine.model.decoder import AttentionFn, Decoder, Initial, Routing
+from engine.model.decoder import AttentionFn, Decoder, Initial, Routing, persistent_buffers
 from engine.model.dropout import Dropout
 
 
@@ -48,43 +48,26 @@ class HuggingFaceDecoder(Decoder):
 
     restarts_positions = True
 
+    base: Any
+    transformers_model: list[Any]  # in a list, so that it is no submodule
+
     def __init__(self, config: ModelConfig, loss: LossConfig | None = None) -> None:
         super().__init__()
         self.config = config
         model = build_transformers_model(config)
-        kind = type(model).__name__
-        base_name, head_name = model.base_model_prefix, _head_name(model)
-        problems = [f"{kind}: {problem}" for problem in _problems(model, config, base_name, head_name)]
-        if problems:
-            raise ConfigError(problems)
-        self.windows = layer_windows(model.config)
-        try:
-            self._scale = logits_scale(model, base_name, head_name)
-            base = getattr(model, base_name)
-            layers = find_layers(base, model.config.num_hidden_layers)
-            self.routers: Routers | None = find_routers(model, layers)
-        except ConfigError as error:
-            raise ConfigError([f"{kind}: {problem}" for problem in error.problems]) from error
+        parts = _checked(model, config)
+        self.windows, self._scale, self.routers = parts.windows, parts.scale, parts.routers
         self._initial = initial_values(model)
-        lost = [name for name, _ in model.named_buffers() if self._initial[name] == UNINITIALISED]
-        if lost:
-            raise ConfigError(f"{kind}: its code does not compute {', '.join(lost)} anew after it was built")
-        use_attention(model)
-        model.train()
-        if problems := [f"{kind}: {problem}" for problem in probe_problems(base, self.windows)]:
-            raise ConfigError(problems)
-        # Not registered a second time: these modules belong to `base`, or are the model around it.
-        for name, value in {"base": base, "layers": layers, "embedding": base.get_input_embeddings()}.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "transformers_model", [model])
         with torch.device("meta"):
             head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
-        object.__setattr__(self, "head", head)
-        self.add_module(base_name, base)
-        self.add_module(head_name, head)
+        # Not registered a second time: these modules belong to `base`, or are the model around it.
+        base = getattr(model, parts.base_name)
+        named = {"base": base, "layers": parts.layers, "embedding": base.get_input_embeddings(), "head": head}
+        for name, value in (named | {"transformers_model": [model]}).items():
+            object.__setattr__(self, name, value)
+        self.add_module(parts.base_name, base)
+        self.add_module(parts.head_name, head)
         self.tie_weights()
-
-    base: Any
 
     def forward(
         self,
@@ -122,8 +105,10 @@ class HuggingFaceDecoder(Decoder):
     def initial(self, name: str) -> Initial:
         """See `Decoder`: what transformers' `_init_weights` does."""
         found = self._initial[name]
-        if isinstance(found, str):
-            raise ConfigError(f"model.init_from: null, but {name} cannot be drawn here: {found}; give a folder")
+        lost = [each for each in persistent_buffers(self) if self._initial[each] == UNINITIALISED]
+        if isinstance(found, str) or lost:
+            what, why = (name, found) if isinstance(found, str) else (lost[0], UNINITIALISED)
+            raise ConfigError(f"model.init_from: null, but {what} cannot be drawn here: {why}; give a folder")
         return found
 
     def load(self, folder: Path) -> None:
@@ -133,8 +118,6 @@ class HuggingFaceDecoder(Decoder):
     def fill_buffers(self, device: torch.device) -> None:
         """See `Decoder`."""
         fill_buffers(self.base, device)
-
-    transformers_model: list[Any]
 
 
 def _shard_mask(rows: Tensor) -> Tensor:
@@ -208,18 +191,70 @@ def window_problems(windows: Sequence[int | None], attention: AttentionConfig, s
         return
 
 
+class _Parts(NamedTuple):
+    """What a checked model consists of.
+
+    Attributes:
+        base_name, head_name: Of decoder and LM head in the model.
+        layers: Decoder layers.
+        windows: Sliding window of every layer in tokens; None: none.
+        scale: Factor of the hidden states before the LM head.
+        routers: Of its mixtures of experts; None: it has none.
+    """
+
+    base_name: str
+    head_name: str
+    layers: nn.ModuleList
+    windows: tuple[int | None, ...]
+    scale: float
+    routers: Routers | None
+
+
+def _checked(model: Any, config: ModelConfig) -> _Parts:
+    """Return the parts of a model on the meta device, whose attention is ours from then on.
+
+    Raises:
+        ConfigError: Names all that would be computed wrongly.
+    """
+    kind = type(model).__name__
+    try:
+        if problems := list(_problems(model, config)):
+            raise ConfigError(problems)
+        base_name, head_name = model.base_model_prefix, _head_name(model)
+        base, windows = getattr(model, base_name), layer_windows(model.config)
+        layers = find_layers(base, config.num_layers)
+        parts = _Parts(
+            base_name,
+            head_name,
+            layers,
+            windows,
+            logits_scale(model, base_name, head_name),
+            find_routers(model, layers),
+        )
+        use_attention(model)
+        model.train()
+        model.config.output_router_logits = False  # the trainer adds the loss of `parts.routers`
+        if problems := list(probe_problems(base, windows, config)):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        raise ConfigError([f"{kind}: {problem}" for problem in error.problems]) from error
+    except Exception as error:  # whatever the code of a family raises for what it is asked
+        raise ConfigError(f"{kind}: is built in a way that is not known here: {error!r}") from error
+    return parts
+
+
 def _head_name(model: Any) -> str:
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_children() if module is head), "")
 
 
-def _problems(model: Any, config: ModelConfig, base_name: str, head_name: str) -> Iterator[str]:
+def _problems(model: Any, config: ModelConfig) -> Iterator[str]:
     """One sentence per property of the model that would be computed wrongly."""
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
     for problem in model_problems(model, SimpleNamespace(heads=heads)):
         if not problem.startswith("config.output_router_logits"):
             yield problem
-    children = dict(model.named_children())
+    children, base_name, head_name = dict(model.named_children()), model.base_model_prefix, _head_name(model)
     if base_name not in children or not head_name:
         yield "it has no decoder and LM head side by side"
         return
@@ -239,3 +274,8 @@ def _problems(model: Any, config: ModelConfig, base_name: str, head_name: str) -
     for name, value in sizes.items():
         if getattr(config, name) != value:
             yield f"model.{name} is {getattr(config, name)}, but by model.hf_config {value}"
+    kept = persistent_buffers(model)
+    initial = initial_values(model)
+    lost = [name for name, _ in model.named_buffers() if initial[name] == UNINITIALISED and name not in kept]
+    if lost:
+        yield f"its code does not compute {', '.join(lost)} anew after it was built"

@@ -135,6 +135,12 @@ def find_routers(model: Any, layers: Iterable[nn.Module]) -> Routers | None:
         if wanted:
             raise ConfigError("config.output_router_logits is true, but transformers records no router logits of it")
         return None
+    if not isinstance(getattr(recorder, "target_class", recorder), type):
+        if wanted:
+            raise ConfigError(
+                "config.output_router_logits is true, but its routers are recorded in a way not known here"
+            )
+        return None
     kind, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
     part = getattr(recorder, "layer_name", None) or ""
     by_layer = tuple(

@@ -60,6 +60,25 @@ def _factor(found: Tensor, given: Tensor) -> float | None:
     return round(factor, 12) if abs(factor - 1.0) > _TOLERANCE else 1.0
 
 
+class _Output(tuple[Tensor]):
+    """Output of a decoder, of any family: hidden states first; all else is None."""
+
+    __slots__ = ()
+
+    def __new__(cls, hidden: Tensor) -> _Output:
+        """Hold hidden states."""
+        return super().__new__(cls, (hidden,))
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Hidden states after the final norm."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """Return None: no other output was asked for."""
+        return
+
+
 class _Base(nn.Module):
     """Stands in for the decoder."""
 
@@ -69,9 +88,7 @@ class _Base(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the given hidden states."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=self._hidden)
+        return _Output(self._hidden)
 
 
 class _Head(nn.Module):

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.hugging_face import ShardMask
+from engine.config.settings import ModelConfig
 from engine.hugging_face.sequence import LayerSequence
 
 _ROWS = 4
@@ -32,24 +33,25 @@ class _RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _ProbedSequence(LayerSequence):
-    """Attention that computes nothing; calls: layers and dtypes of q, k and v."""
+    """Attention that computes nothing; calls: layers, and their q, k and v."""
 
     def __init__(self, windows: tuple[int | None, ...], position_ids: Tensor) -> None:
         super().__init__((), windows, position_ids)
-        self.calls: list[tuple[int, set[torch.dtype]]] = []
+        self.calls: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Return memory of the shape of attention's out, which depends on q, k and v."""
-        self.calls.append((layer, {q.dtype, k.dtype, v.dtype}))
+        self.calls.append((layer, (q, k, v)))
         return (q.sum() + k.sum() + v.sum()).expand(*q.shape[:3], v.shape[3]) * 1.0
 
 
-def probe_problems(base: nn.Module, windows: tuple[int | None, ...]) -> Iterator[str]:
+def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: ModelConfig) -> Iterator[str]:
     """Yield what a training step would meet: a refused argument of attention, random numbers, layers without attention.
 
     Args:
         base: A decoder of transformers on the meta device, in training mode, whose attention is ours.
         windows: Sliding window of every layer.
+        config: Shape of the heads.
     """
     tokens = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     positions = torch.arange(_ROWS, device="meta")[None]
@@ -66,7 +68,7 @@ def probe_problems(base: nn.Module, windows: tuple[int | None, ...]) -> Iterator
     except Exception as error:
         yield f"its code cannot be run as a part of a training step: {error}"
         return
-    yield from _call_problems(sequence.calls, len(windows))
+    yield from _call_problems(sequence.calls, config)
     if random.names:
         yield (
             f"it draws random numbers in training ({', '.join(sorted(random.names))}), which could not be repeated in "
@@ -74,11 +76,21 @@ def probe_problems(base: nn.Module, windows: tuple[int | None, ...]) -> Iterator
         )
 
 
-def _call_problems(calls: Sequence[tuple[int, set[torch.dtype]]], layers: int) -> Iterator[str]:
-    """Yield which layers do not call attention once, in order, in one dtype."""
+def _call_problems(calls: Sequence[tuple[int, tuple[Tensor, ...]]], config: ModelConfig) -> Iterator[str]:
+    """Yield which layers do not call attention once, in order, with the heads of the settings, in one dtype."""
     numbers = [layer for layer, _ in calls]
-    if numbers != list(range(layers)):
-        yield f"its attention is called by layers {numbers}, expected each of {layers} once, in order"
-    others = sorted({str(dtype) for _, dtypes in calls for dtype in dtypes} - {"torch.bfloat16"})
+    if numbers != list(range(config.num_layers)):
+        yield f"its attention is called by layers {numbers}, expected each of {config.num_layers} once, in order"
+    others = sorted({str(x.dtype) for _, tensors in calls for x in tensors} - {"torch.bfloat16"})
     if others:
         yield f"its attention gets {', '.join(others)} where the weights are bfloat16, and kernels take one dtype"
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    expected = tuple((count, config.head_dim) for count in heads)
+    for layer, tensors in calls:
+        found = tuple(tuple(x.shape[2:]) for x in tensors)
+        if found != expected:
+            yield (
+                f"attention of layer {layer} gets q, k, v with (heads, width) {found}, but by the settings of model "
+                f"{expected}"
+            )
+            return
