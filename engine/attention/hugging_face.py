@@ -64,6 +64,10 @@ class ModelSequence:
         self.windows = windows
         self.position_ids = position_ids
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Return out [B, T, H, v_dim] of this rank's q [B, T, H, D], k and v [B, T, K, ...]; see `attention`."""
+        return attention(q, k, v, self.context, layer, **options)
+
 
 class ShardMask(Tensor):
     """The `attention_mask` [B, T] of `shard_inputs`: all ones, and readable by context-parallel attention alone.
@@ -128,7 +132,7 @@ class InputSharder:
             raise ValueError(f"shard_inputs: got input_ids {tuple(input_ids.shape)}{given}; expected [batch, seq_len]")
         batch, seq_len = input_ids.shape
         context = self.context(seq_len, documents)
-        rows = _document_positions(context, documents)
+        rows = document_positions(context.positions, context.seq_len, documents)[None]
         positions = rows.expand(batch, -1)
         inputs: dict[str, Any] = {
             "input_ids": context.shard(input_ids),
@@ -174,19 +178,25 @@ def enable_context_parallel(
             f"model: got {type(model).__name__}, expected a transformers.PreTrainedModel; call this before the model "
             "is wrapped (DDP, compile), or use engine.attention.attention in a model of your own"
         )
-    problems = [f"{type(model).__name__}: {problem}" for problem in _model_problems(model, parallel)]
-    windows = _layer_windows(model.config)
+    problems = [f"{type(model).__name__}: {problem}" for problem in model_problems(model, parallel)]
+    windows = layer_windows(model.config)
     if any(windows) and mask != "causal":
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
     if problems:
         raise ConfigError(problems)
-    transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
-    model.set_attn_implementation(IMPLEMENTATION)
+    use_attention(model)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
     return InputSharder(parallel, mask, windows)
+
+
+def use_attention(model: Any) -> None:
+    """Make a transformers model call `attention_forward` for its attention, and `refuse_masks` for its masks."""
+    transformers = _import_transformers()
+    transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
+    model.set_attn_implementation(IMPLEMENTATION)
 
 
 def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
@@ -261,7 +271,7 @@ def attention_forward(
     if scaling is not None:
         factor = scaling * math.sqrt(query.shape[-1])  # kernels scale by 1/sqrt(D)
         q = q if math.isclose(factor, 1.0, rel_tol=1e-9) else q * factor
-    return attention(q, k, v, sequence.context, layer), None
+    return sequence.attend(layer, q, k, v), None
 
 
 def refuse_masks(
@@ -303,7 +313,7 @@ def _option_problems(
             yield f"asks for {name}, which attention over several ranks does not have"
 
 
-def _model_problems(model: Any, parallel: ContextParallel) -> Iterator[str]:
+def model_problems(model: Any, parallel: Any) -> Iterator[str]:
     """One sentence per property of the model that would be computed wrongly."""
     config, heads = model.config, parallel.heads
     if not model._can_set_attn_implementation():
@@ -354,7 +364,7 @@ def _rope_types(parameters: Any) -> Iterator[str]:
             yield from _rope_types(value) if isinstance(value, Mapping) else ()
 
 
-def _layer_windows(config: Any) -> tuple[int | None, ...]:
+def layer_windows(config: Any) -> tuple[int | None, ...]:
     """Sliding window in tokens of every layer, the token itself included; None: none."""
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -363,13 +373,13 @@ def _layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _document_positions(context: SequenceContext, documents: Sequence[int]) -> Tensor:
-    """Position [1, T] of every row in its document; those of padding are the last of the sequence."""
-    positions = context.positions.clamp(max=context.seq_len - 1)
-    if documents:
+def document_positions(positions: Tensor, seq_len: int, documents: Sequence[int]) -> Tensor:
+    """Return the position of every row in its document, [T]; those of padding are the last of the sequence."""
+    positions = positions.clamp(max=seq_len - 1)
+    if len(documents):
         starts = torch.tensor([int(start) for start in documents], device=positions.device)
         positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return positions[None]
+    return positions
 
 
 def _import_transformers() -> Any:

@@ -197,18 +197,18 @@ class _Attention(torch.autograd.Function):
     """Runs the two plans; every piece of state lives in the autograd context."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, kept: KeptResults | None
+    ) -> Tensor:
         device, num_kv_heads = q.device, k.shape[1]
         q, k, v = (runtime.stored(x) for x in (q, k, v))
-        execution = runtime.forward_execution(q, k, v, device)
-        execution.run()
-        out, saved = runtime.collect(execution, q, k, v)
+        out, saved = runtime.attend_again((q, k, v), kept, device)
         ctx.save_for_backward(saved.q, saved.k, saved.v, saved.out, saved.lse)
         ctx.runtime, ctx.num_kv_heads = runtime, num_kv_heads
         return out.to(device, non_blocking=True)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         saved, (dout,), runtime = SavedAttention(*ctx.saved_tensors), grad_outputs, ctx.runtime
         device, stats = dout.device, None
         if runtime.on_host and runtime.takes_stats:
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         # Cast on the device, for the same reason.
         found = {**execution.argument("dq"), **execution.argument("dkv")}
         dq, dk, dv = (found[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dk", "dv"))
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
 class ForwardPass:
@@ -249,14 +249,24 @@ class PlannedAttention:
         return run_attention(q, k, v, self.runtime)
 
 
-def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
+def run_attention(
+    q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, kept: KeptResults | None = None
+) -> Tensor:
     """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
-    folded into the heads.
+    folded into the heads. With `kept`, what `record_attention` returned for equal operands, those results are taken.
     """
     batch = q.shape[0]
     folded = [_fold(x) for x in (q, k, v)]
-    out: Tensor = _Attention.apply(*folded, runtime)  # type: ignore[no-untyped-call]
-    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
+    out: Tensor = _Attention.apply(*folded, runtime, kept)  # type: ignore[no-untyped-call]
+    return _unfold(out, batch)
+
+
+@torch.no_grad()
+def record_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> tuple[Tensor, KeptResults]:
+    """`run_attention` without a graph; also the results that need not be computed again when it is repeated."""
+    operands = (runtime.stored(_fold(q)), runtime.stored(_fold(k)), runtime.stored(_fold(v)))
+    out, saved = runtime.attend_again(operands, None, q.device)
+    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.kept_of(saved)
 
 
 def _joined(first: Tensor, kept: Tensor) -> Tensor:
@@ -278,3 +288,8 @@ def _fold(x: Tensor) -> Tensor:
     head.
     """
     return x.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _unfold(out: Tensor, batch: int) -> Tensor:
+    """[T, B*H, D] -> [B, T, H, D], a view."""
+    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)

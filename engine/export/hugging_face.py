@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import safe_open
 
-from engine.config.settings import RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.data.chat import ChatTemplate
 from engine.data.tokenizers import FileTokenizer, load_tokenizer_file
 from engine.pretrained.folder import (
@@ -34,7 +34,7 @@ from engine.pretrained.folder import (
     token_ids,
 )
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
-from engine.pretrained.shape import config_json, config_json_from, pretrained_of, yarn_warning
+from engine.pretrained.shape import config_json, config_json_from, hub_config_json, pretrained_of, yarn_warning
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 from engine.runs.files import json_text, new_folder
 
@@ -84,11 +84,8 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     check_new(order.folder)
     base = None if order.base is None else open_model_folder(order.base)
     tokenizer = None if order.tokenizer is None else load_tokenizer_file(order.tokenizer)
-    window, warnings = _window(order.config, base)
-    facts: dict[str, Any] = {"seq_len": order.config.train.seq_len, "window_tokens": window, "dtype": order.dtype}
-    model = order.config.model
-    document = config_json(model, **facts) if base is None else config_json_from(base, model, **facts)
-    if warning := yarn_warning(document):
+    document, warnings = _config_json(order, base)
+    if order.config.model.hf_config is None and (warning := yarn_warning(document)):
         warnings += (warning,)
     try:
         with new_folder(order.folder) as part:
@@ -104,6 +101,33 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     except OSError as error:
         raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
     return Exported(manifest.step, files, size, warnings)
+
+
+def _config_json(order: ExportOrder, base: ModelFolder | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return config.json, and warnings of what transformers cannot express."""
+    model, seq_len = order.config.model, order.config.train.seq_len
+    if model.hf_config is not None:
+        return hub_config_json(model.hf_config, seq_len=seq_len, dtype=order.dtype), _mask_warnings(order.config)
+    window, warnings = _window(order.config, base)
+    facts: dict[str, Any] = {"seq_len": seq_len, "window_tokens": window, "dtype": order.dtype}
+    if base is None:
+        return config_json(model, **facts), warnings
+    return config_json_from(base, model, **facts), warnings
+
+
+def _mask_warnings(config: RunConfig) -> tuple[str, ...]:
+    """Return a warning where the masks of a run are not those of the config.json that it trained."""
+    assert config.model.hf_config is not None
+    kinds = {*config.attention.mask_layers} or {config.attention.mask}
+    others = kinds - {"causal"} - ({"window"} if config.model.hf_config.get("sliding_window") else set())
+    return (_no_name(others),) if others else ()
+
+
+def _no_name(kinds: Iterable[str]) -> str:
+    return (
+        f"attention.mask={'/'.join(sorted(kinds))} has no name in transformers: the exported model looks at all tokens "
+        "before each"
+    )
 
 
 def _copy_files(order: ExportOrder, base: ModelFolder | None, part: Path) -> None:
@@ -198,10 +222,7 @@ def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tu
         return (before if before is not None and config.train.seq_len <= before else None), ()
     if kinds == {"window"}:
         return attention.window_tokens, ()
-    return None, (
-        f"attention.mask={'/'.join(sorted(kinds))} has no name in transformers: the exported model looks at all tokens "
-        "before each",
-    )
+    return None, (_no_name(kinds),)
 
 
 def _write_weights(
@@ -214,7 +235,7 @@ def _write_weights(
     places: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        outer = {name: hugging_face_name(name.removeprefix(_PREFIX)) for name in names}
+        outer = {name: _outer_name(name.removeprefix(_PREFIX), order.config.model) for name in names}
         with (folder / file).open("wb") as stream:
             stream.write(_header({outer[name]: weights[name].shape for name in names}, order.dtype))
             for name in names:
@@ -226,6 +247,11 @@ def _write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX_FILE).write_text(json_text(index))
     return len(groups), total
+
+
+def _outer_name(name: str, model: ModelConfig) -> str:
+    """Return the name of a parameter in transformers."""
+    return name if model.implementation == "hf" else hugging_face_name(name)
 
 
 def _grouped(weights: Mapping[str, TensorFacts], order: ExportOrder) -> Iterator[Sequence[str]]:

@@ -173,6 +173,15 @@ def config_json_from(
     return document | dict.fromkeys(names, dtype)
 
 
+def hub_config_json(stated: Mapping[str, Any], *, seq_len: int, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a trained model of transformers: `stated`, with its dtype and longest sequence."""
+    document = dict(stated)
+    if isinstance(length := document.get("max_position_embeddings"), int) and length < seq_len:
+        document["max_position_embeddings"] = seq_len
+    names = [name for name in ("dtype", "torch_dtype") if name in document] or ["torch_dtype"]
+    return document | dict.fromkeys(names, dtype)
+
+
 def _length(model: ModelConfig, seq_len: int) -> int:
     """Return max_position_embeddings; transformers 4 computes yarn's factor as its ratio to the original length."""
     scaling = model.rope_scaling

@@ -8,19 +8,20 @@ Labels are counted first, because ranks and micro-steps have different numbers o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from engine.attention.hugging_face import document_positions
 from engine.attention.library import ContextParallel
 from engine.attention.runtime import PlannedAttention
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.distributed.collectives import sum_over_ranks
 from engine.distributed.mesh import Mesh
+from engine.model.decoder import AttentionFn, Decoder
 from engine.model.dropout import Dropout, row_keys
-from engine.model.llama import AttentionFn, LlamaModel
 from engine.optim.adamw import build_optimizer, learning_rate, set_learning_rate
 from engine.optim.updates import build_updates
 from engine.parallel.fsdp import set_gradient_sync
@@ -59,15 +60,17 @@ class RankBatch:
         attention: One function per layer, planned for the batch's documents.
         attended: Query-key pairs of all rows of the ranks that share these sequences.
         samples: Numbers of the sequences in the training stream, which key dropout.
+        real: Which rows are no padding, [T] bool.
     """
 
     rows: LocalBatch
     attention: Sequence[AttentionFn]
     attended: AttendedPairs
     samples: tuple[int, ...] = ()
+    real: Tensor | None = None
 
 
-def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh: Mesh) -> RankBatch:
+def rank_batch(batch: Batch, model: Decoder, attention: ContextParallel, mesh: Mesh) -> RankBatch:
     """Take this rank's part of a batch of whole sequences, [B, N] -> [B, T], in the layout of the batch's documents."""
     context = attention.run_context(batch.documents[0])  # all sequences of a batch have the same documents
     rows = shard_batch(
@@ -78,8 +81,12 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh
         device=mesh.device,
         label_part=mesh.row_part,
     )
+    real = rows.positions < context.seq_len
+    if model.restarts_positions:
+        starts = batch.documents[0].tolist() if attention.config.attention.documents else []
+        rows = replace(rows, positions=document_positions(rows.positions, context.seq_len, starts))
     pairs = attended_pairs(context.layers, len(model.layers), sequences=len(batch.documents))
-    return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples)
+    return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples, real)
 
 
 def count_batches(batches: Sequence[RankBatch], mesh: Mesh) -> tuple[int, AttendedPairs]:
@@ -104,7 +111,7 @@ class TrainStep:
         self,
         config: RunConfig,
         mesh: Mesh,
-        model: LlamaModel,
+        model: Decoder,
         attention: ContextParallel,
         status: RankStatus | None = None,
     ) -> None:
@@ -176,12 +183,18 @@ class TrainStep:
             set_gradient_sync(self.model, is_last=index == len(local) - 1)
             self.status.micro_step, self.status.phase = index, "forward"
             self.status.faults.at_forward(self.status.step)
-            hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
+            routing = self.model.routing(batch.real)
+            rows = batch.rows
+            hidden = self.model(rows.tokens, rows.positions, batch.attention, self._dropout_of(batch), routing)
             self.status.phase = "loss"
-            loss = self.status.faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
+            loss = self.status.faults.at_loss(self.status.step, self.model.head(hidden, rows.labels))
             del hidden  # else it would stay alive through the whole backward pass
+            mean = loss / label_tokens
+            if routing is not None:
+                share = routing.auxiliary_loss()
+                mean = mean if share is None else mean + share / len(local)
             self.status.phase = "backward"
-            (loss / label_tokens).backward()  # FSDP sums over ranks, so this yields the gradient of the mean
+            mean.backward()  # FSDP sums over ranks, so this yields the gradient of the mean
             loss_sum += loss.detach()
         with self.status.waits.waiting("all_reduce"):
             return sum_over_ranks(loss_sum)

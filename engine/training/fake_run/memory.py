@@ -45,9 +45,8 @@ from engine.device.live_tensors import LiveTensorTracker, Peak
 from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.distributed.mesh import open_mesh
 from engine.kernels.attention import select_kernel
-from engine.model.llama import LlamaModel
 from engine.optim.adamw import build_optimizer
-from engine.parallel.parallelize import parallelize
+from engine.parallel.parallelize import build_decoder, parallelize
 from engine.planning.checkpoint_policy import checkpoint_kinds
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod
@@ -131,8 +130,7 @@ class _Scene:
         with fake_ranks(rank, self._topology.size):
             mesh = open_mesh(rank, self._degrees, torch.device("cpu"), self._topology)
             attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
-            with torch.device("meta"):
-                model = LlamaModel(config.model, config.loss)
+            model = build_decoder(config)
             with use_fake_run(FakeRun(on_gpu)):  # a store in host memory is a GPU's
                 parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
             _fill_library_caches(config)
@@ -141,6 +139,7 @@ class _Scene:
             tracker = LiveTensorTracker(classifier)
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, use_fake_run(FakeRun(on_gpu)):
                 model.to_empty(device=mesh.device)
+                model.fill_buffers(mesh.device)
                 step = TrainStep(config, mesh, model, attention)
                 batches = [_batch(mode, config, step.prepare) for _ in range(config.train.grad_accum_steps)]
                 with tracker:

@@ -1,0 +1,81 @@
+"""What one forward pass of a decoder of transformers hands to its layers, as the keyword argument `sequence`.
+
+It travels with the call through transformers' code to `engine.attention.hugging_face.attention_forward`, so no module
+holds state of a pass, and any number of passes may be in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.attention.hugging_face import ModelSequence
+from engine.attention.runtime import AttentionRuntime, KeptResults, record_attention, run_attention
+from engine.hugging_face.experts import RouterStatistics
+from engine.model.decoder import AttentionFn
+
+
+class LayerSequence(ModelSequence):
+    """Attention of every layer of one forward pass.
+
+    Attributes:
+        functions: One per layer.
+        windows: Sliding window of every layer in tokens by the model's config; None: none.
+        position_ids: Of the local rows in their documents, [1, T] int64.
+        routing: Collects what the routers chose; None: the model has none, or nobody wants to know.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[AttentionFn],
+        windows: tuple[int | None, ...],
+        position_ids: Tensor,
+        routing: RouterStatistics | None = None,
+    ) -> None:
+        self.functions, self.windows, self.position_ids, self.routing = functions, windows, position_ids, routing
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Return out [B, T, H, v_dim] of layer number `layer`; see `ModelSequence.attend`."""
+        return self.functions[layer](q, k, v, **options)
+
+    def recorded(self) -> RecordedSequence:
+        """Return this sequence, whose attention computes no graph and records results."""
+        return RecordedSequence(self)
+
+    def replayed(self, results: Sequence[KeptResults]) -> ReplayedSequence:
+        """Return this sequence, whose attention takes `results` in the order in which they were recorded."""
+        return ReplayedSequence(self, results)
+
+
+class RecordedSequence(LayerSequence):
+    """A `LayerSequence` that saves attention's results; results: those of the calls so far."""
+
+    def __init__(self, of: LayerSequence) -> None:
+        super().__init__(of.functions, of.windows, of.position_ids, of.routing)
+        self.results: list[KeptResults] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Return out, without a graph."""
+        out, results = record_attention(q, k, v, runtime_of(self.functions[layer]), **options)
+        self.results.append(results)
+        return out
+
+
+class ReplayedSequence(LayerSequence):
+    """A `LayerSequence` whose attention is not computed again where its results are given."""
+
+    def __init__(self, of: LayerSequence, results: Sequence[KeptResults]) -> None:
+        super().__init__(of.functions, of.windows, of.position_ids, of.routing)
+        self._results = list(reversed(results))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Return out of the results recorded, with a graph to q, k and v."""
+        return run_attention(q, k, v, runtime_of(self.functions[layer]), kept=self._results.pop(), **options)
+
+
+def runtime_of(function: Any) -> AttentionRuntime:
+    """Return the plans of an attention function."""
+    runtime: AttentionRuntime = function.runtime
+    return runtime
