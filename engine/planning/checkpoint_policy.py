@@ -26,7 +26,7 @@ from engine.planning.topology import length_multiple, padded_length
 # What the layers of an implementation can do (`engine.activations`).
 POLICIES_OF: Mapping[Implementation, frozenset[CheckpointKind]] = {
     "burst": frozenset({"none", "full", "attn_out", "seq_fraction", "attn_out_every"}),
-    "hf": frozenset({"none", "full", "attn_out"}),
+    "hf": frozenset({"none", "full", "attn_out", "seq_fraction"}),
 }
 
 

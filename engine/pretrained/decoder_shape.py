@@ -11,7 +11,7 @@ whatever its class might leave out. What plans and counts do not know is refused
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.config.errors import ConfigError
@@ -110,6 +110,42 @@ def layer_kinds(document: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     types = document.get("layer_types") or [_common_type(document)] * layers
     experts = _expert_layers(document, layers)
     return tuple(LayerKind(str(kind), index in experts) for index, kind in enumerate(types[:layers]))
+
+
+def with_num_layers(model: ModelConfig, num_layers: int) -> ModelConfig:
+    """Return a model of the first `num_layers` layers of `model`."""
+    if model.hf_config is None:
+        return replace(model, num_layers=num_layers)
+    document = dict(model.hf_config)
+    for key, value in model.hf_config.items():
+        if key in _ALIASES["num_layers"]:
+            document[key] = num_layers
+        elif _is_per_layer(value, model.num_layers):
+            document[key] = value[:num_layers]
+    moe_layers = sum(kind.has_experts for kind in layer_kinds(document)) if model.num_moe_layers else 0
+    return replace(model, num_layers=num_layers, hf_config=JsonObject(document), num_moe_layers=moe_layers)
+
+
+def repeating_layers(model: ModelConfig) -> tuple[int, int]:
+    """Return (prefix, period): layers from `prefix` on repeat with `period`, by all that config.json says of layers.
+
+    The pattern is aligned to layer 0, as masks are.
+    """
+    if model.hf_config is None:
+        return 0, 1
+    stated = [value for value in model.hf_config.values() if _is_per_layer(value, model.num_layers)]
+    experts = [kind.has_experts for kind in layer_kinds(model.hf_config)] if model.num_moe_layers else []
+    layers = [str(values) for values in zip(*stated, experts or [False] * model.num_layers, strict=True)]
+    for prefix in range(len(layers)):
+        tail = layers[prefix:]
+        for period in range(1, max(2, len(tail) // 2 + 1)):
+            if tail[period:] == tail[:-period]:
+                return prefix, period
+    return 0, 1
+
+
+def _is_per_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, list) and len(value) == num_layers
 
 
 def shortest_pattern(items: Sequence[Any]) -> tuple[Any, ...]:
