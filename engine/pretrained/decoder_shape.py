@@ -171,19 +171,21 @@ def contradictions(model: ModelConfig) -> Iterator[str]:
             yield f"model.{ours} is {getattr(model, ours)}, in model.hf_config {value}"
 
 
-def mask_problems_of(document: Mapping[str, Any], attention: AttentionConfig) -> Iterator[str]:
-    """Yield in what the masks of a run are not those of a model whose config.json states windows of its layers."""
+def window_problems(document: Mapping[str, Any], attention: AttentionConfig, seq_len: int) -> Iterator[str]:
+    """Yield in what the masks of a run are not those of a model whose config.json states windows of its layers.
+
+    A window of the whole sequence hides nothing, so there causal layers are the same.
+    """
     types, window = document.get("layer_types"), document.get("sliding_window")
-    if not types or not set(types) <= _MASKS.keys() or "sliding_attention" not in types:
+    if not types or "sliding_attention" not in types or not set(types) <= _MASKS.keys() or (window or 0) >= seq_len:
         return
-    masks = shortest_pattern([_MASKS[kind] for kind in types])
+    masks: list[MaskKind] = [_MASKS[kind] for kind in types]
     given = attention.mask_layers or (attention.mask,)
-    if [given[index % len(given)] for index in range(len(types))] != [_MASKS[kind] for kind in types] or (
-        attention.window_tokens != window
-    ):
+    is_same = [given[index % len(given)] for index in range(len(masks))] == masks
+    if not is_same or attention.window_tokens != window:
         yield (
             f"attention.mask_layers, attention.window_tokens: got {list(given)} and {attention.window_tokens}, but the "
-            f"layers of model.hf_config have windows; set {mask_settings(masks, window)}"
+            f"layers of model.hf_config have windows; set {mask_settings(shortest_pattern(masks), window)}"
         )
 
 

@@ -108,7 +108,7 @@ def _implementation(config: RunConfig) -> Iterator[str]:
 
 def _hugging_face(config: RunConfig) -> Iterator[str]:
     """What the decoders of transformers have in this trainer, and what their config.json says of the settings."""
-    from engine.pretrained.decoder_shape import contradictions, mask_problems_of  # only such models wait for it
+    from engine.pretrained.decoder_shape import contradictions, window_problems  # only such models wait for it
 
     model, given = config.model, "model.implementation=hf"
     if model.hf_config is None:
@@ -118,7 +118,7 @@ def _hugging_face(config: RunConfig) -> Iterator[str]:
         )
         return
     yield from contradictions(model)
-    yield from mask_problems_of(model.hf_config, config.attention)
+    yield from window_problems(model.hf_config, config.attention, config.train.seq_len)
     if config.parallel.tp_size > 1:
         yield f"parallel.tp_size={config.parallel.tp_size}: {given} has no tensor parallelism; set parallel.tp_size=1"
     if config.train.dropout:
@@ -207,6 +207,12 @@ def _memory(config: RunConfig) -> Iterator[str]:
 def _start(config: RunConfig) -> Iterator[str]:
     """What stands against starting a run, but not against looking at its plan or preparing its data."""
     model = config.model
+    is_here = not config.cluster.runs_elsewhere
+    if model.implementation == "hf" and is_here and importlib.util.find_spec("transformers") is None:
+        yield (
+            "model.implementation=hf runs transformers' own code, which is not installed; run: "
+            "pip install 'burst-train[transformers]'"
+        )
     if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
         yield (
             f"model.init_from: null, but exp={config.exp} goes on with a trained model and would start from random "

@@ -64,7 +64,9 @@ def hf_config(family: str, **more: Any) -> dict[str, Any]:
 
     wanted = {**_COMMON, **FAMILIES[family], **more}
     known = transformers.AutoConfig.for_model(family).to_dict()
-    stated = {name: value for name, value in wanted.items() if name in known or name in FAMILIES[family] or name in more}
+    stated = {
+        name: value for name, value in wanted.items() if name in known or name in FAMILIES[family] or name in more
+    }
     document: dict[str, Any] = transformers.AutoConfig.for_model(family, **stated).to_dict()
     return {name: value for name, value in document.items() if name != "transformers_version"}
 
