@@ -38,8 +38,9 @@ class Routing(Protocol):
         The shares of all ranks add up to the loss. Collective over all ranks.
         """
 
-    def figures(self) -> dict[str, float]:
-        """Return statistics of the routers over all ranks, by their names in metrics.jsonl."""
+    @property
+    def counts(self) -> Tensor:
+        """Rows of this rank assigned to every expert, [layers, E] int64."""
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
