@@ -54,6 +54,7 @@ from engine.planning.topology import Degrees, Topology
 from engine.predict.memory import IDLE_S, DeviceKind, MemoryPrediction
 from engine.predict.memory_ranks import reserve_bytes, worst_ranks
 from engine.predict.policy_cost import layers_on_host
+from engine.pretrained.decoder_shape import repeating_layers, with_num_layers
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
 from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_runtime
 from engine.training.train_step import RankBatch, TrainStep
@@ -184,12 +185,14 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
     """
     on_host = layers_on_host(config, method)
     stretches = (on_host, config.model.num_layers - on_host)
-    layer_pattern = len(attention_layers(config, method))
+    prefix, period = repeating_layers(config.model)
+    layer_pattern = math.lcm(len(attention_layers(config, method)), period)
     if set(checkpoint_kinds(config.memory)) == {"attn_out_every"}:
         layer_pattern = math.lcm(layer_pattern, config.memory.every_layers)
     # The first and the last may need more than those in between, of which one turn of each stretch is run at least.
     least = layer_pattern + (1 if all(stretches) else 2)
-    leasts = (least + COPIES_IN_FLIGHT, least)
+    before = -(-prefix // layer_pattern) * layer_pattern
+    leasts = (least + COPIES_IN_FLIGHT + before, least + (0 if on_host else before))
     short = [
         few + (count - few) % layer_pattern if count > few else count
         for few, count in zip(leasts, stretches, strict=True)
@@ -204,7 +207,7 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
 
 def _with_layers(config: RunConfig, on_host: int, on_device: int) -> RunConfig:
     memory = config.memory if 0 in (on_host, on_device) else replace(config.memory, host_layers=on_host)
-    return replace(config, model=replace(config.model, num_layers=on_host + on_device), memory=memory)
+    return replace(config, model=with_num_layers(config.model, on_host + on_device), memory=memory)
 
 
 def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:
