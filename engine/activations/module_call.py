@@ -151,13 +151,13 @@ class _ModuleFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return the tensors of the layer's output, then the routers' probabilities if it has any."""
         inputs = [tensor.detach() for tensor in tensors[:num_inputs]]
-        keeps_attention = execution.policy.kind != "full"
-        sequence = call.sequence.recorded() if keeps_attention else call.sequence
+        saves_attention = execution.policy.kind != "full"
+        sequence = call.sequence.recorded() if saves_attention else call.sequence
         output, routed = call.run(inputs, sequence)
         results = [part for kept in getattr(sequence, "results", ()) for part in (kept.out, kept.lse)]
         # Results of a plan on host memory are there already: a HostStore would copy them a second time.
         on_host = any(part.device != inputs[0].device for part in results)
-        ctx.call, ctx.num_inputs, ctx.keeps_attention = call, num_inputs, keeps_attention
+        ctx.call, ctx.num_inputs, ctx.saves_attention = call, num_inputs, saves_attention
         ctx.saved = (DeviceStore() if on_host else execution.store).save([*inputs, *results])
         leaves, result.spec = tree_flatten(output)
         found = [value for value in leaves if isinstance(value, Tensor)]
@@ -178,7 +178,7 @@ class _ModuleFunction(torch.autograd.Function):
         inputs = [leaf(x) if need else x for x, need in zip(saved[: ctx.num_inputs], needs, strict=True)]
         results = saved[ctx.num_inputs :]
         kept = [KeptResults(out, lse) for out, lse in zip(results[::2], results[1::2], strict=True)]
-        sequence = call.sequence.replayed(kept) if ctx.keeps_attention else call.sequence
+        sequence = call.sequence.replayed(kept) if ctx.saves_attention else call.sequence
         with torch.enable_grad():
             output, routed = call.run(inputs, sequence)
             outputs = [value for value in tree_flatten(output)[0] if isinstance(value, Tensor)]

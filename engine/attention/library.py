@@ -155,6 +155,7 @@ class ContextParallel:
             device,
             getattr(torch, config.train.compute_dtype),
             config.model.head_dim,
+            v_dim=config.model.v_head_dim or config.model.head_dim,
             windows=any(kind in WINDOWED for kind in config.attention.mask_layers or (config.attention.mask,)),
             deterministic=config.train.deterministic,
             documents=config.attention.documents,
@@ -181,7 +182,8 @@ class ContextParallel:
         self.config, self.group, self.method = config, group, method
         self._pattern: Sequence[LayerPattern] = layer_pattern(config, method)
         self.machine = None
-        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
+        v_dim = model.v_head_dim or model.head_dim
+        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, v_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
         self.device = torch.device("cpu")
         self.kernel_choice = None

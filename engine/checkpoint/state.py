@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.model.decoder import persistent_buffers
+from engine.model.decoder import has_frozen_weights, persistent_buffers
 from engine.optim.adamw import local_part, set_learning_rate
 from engine.parallel.fsdp import release_gathered_weights
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
@@ -105,7 +105,8 @@ def weight_tensors(model: nn.Module) -> TrainingTensors:
     `check` then ignores the rest of a checkpoint.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    named = {**trained, **persistent_buffers(model)}
+    # Adapters on frozen weights go with the buffers of the model that these come from.
+    named = trained if has_frozen_weights(model) else {**trained, **persistent_buffers(model)}
     return TrainingTensors(model, None, {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()})
 
 

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from engine.attention.context import HeadShape
 from engine.attention.hugging_face import ShardMask, layer_windows, model_problems, use_attention
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, LossConfig, ModelConfig
+from engine.config.settings import AttentionConfig, LoraConfig, LossConfig, ModelConfig
+from engine.hugging_face.adapters import add_adapters, base_name, derive_magnitudes
 from engine.hugging_face.experts import Routers, RouterStatistics, find_routers
 from engine.hugging_face.head import logits_scale
 from engine.hugging_face.initial import UNINITIALISED, fill_buffers, initial_values
@@ -60,6 +61,9 @@ class HuggingFaceDecoder(Decoder):
         self._initial = initial_values(model)
         with torch.device("meta"):
             head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
+        if config.lora.rank is not None:
+            self._add_adapters(model, config.lora)
+            head.requires_grad_(False)
         # Not registered a second time: these modules belong to `base`, or are the model around it.
         base = getattr(model, parts.base_name)
         named = {"base": base, "layers": parts.layers, "embedding": base.get_input_embeddings(), "head": head}
@@ -68,6 +72,11 @@ class HuggingFaceDecoder(Decoder):
         self.add_module(parts.base_name, base)
         self.add_module(parts.head_name, head)
         self.tie_weights()
+
+    def _add_adapters(self, model: Any, config: LoraConfig) -> None:
+        adapters = add_adapters(model, config)
+        named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        self._initial = {name: adapters[name] if name in adapters else self._initial[base_name(name)] for name in named}
 
     def forward(
         self,
@@ -111,9 +120,13 @@ class HuggingFaceDecoder(Decoder):
             raise ConfigError(f"model.init_from: null, but {what} cannot be drawn here: {why}; give a folder")
         return found
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> frozenset[str]:
         """See `Decoder`."""
-        load_weights(self, self.transformers_model[0], folder)
+        return load_weights(self, self.transformers_model[0], folder)
+
+    def derive_weights(self) -> None:
+        """See `Decoder`."""
+        derive_magnitudes(self)
 
     def fill_buffers(self, device: torch.device) -> None:
         """See `Decoder`."""
@@ -191,6 +204,10 @@ def window_problems(windows: Sequence[int | None], attention: AttentionConfig, s
         return
 
 
+# The trainer adds the auxiliary loss itself, and `probe_problems` looks at heads as attention gets them.
+_KNOWN_HERE = ("config.output_router_logits", "has (num_heads")
+
+
 class _Parts(NamedTuple):
     """What a checked model consists of.
 
@@ -252,7 +269,7 @@ def _problems(model: Any, config: ModelConfig) -> Iterator[str]:
     """One sentence per property of the model that would be computed wrongly."""
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
     for problem in model_problems(model, SimpleNamespace(heads=heads)):
-        if not problem.startswith("config.output_router_logits"):
+        if not problem.startswith(_KNOWN_HERE):
             yield problem
     children, base_name, head_name = dict(model.named_children()), model.base_model_prefix, _head_name(model)
     if base_name not in children or not head_name:

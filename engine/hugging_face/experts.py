@@ -62,7 +62,6 @@ class RouterStatistics:
     def __init__(self, routers: Routers, real: Tensor) -> None:
         self._routers, self.real = routers, real
         self._routed: list[Routed] = []
-        self._totals: Tensor | None = None
 
     def add(self, routed: Routed) -> None:
         """Add a layer, in order."""
@@ -86,25 +85,16 @@ class RouterStatistics:
         """See `engine.model.decoder.Routing`."""
         if not self._routers.coefficient or not self._routed:
             return None
-        counts, rows = self._all_counts()
+        counts = sum_over_ranks(self.counts.sum(0).double())  # [E]
+        rows = counts.sum() / self._routers.top_k  # not read by the host, which would wait for the device
         probabilities = torch.stack([routed.probabilities for routed in self._routed]).sum(0)
-        share: Tensor = (counts.sum(0) * probabilities).sum() * (counts.shape[1] / rows**2)
-        return self._routers.coefficient * share
+        share: Tensor = ((counts / rows.square()).float() * probabilities).sum()
+        return self._routers.coefficient * len(counts) * share
 
-    def figures(self) -> dict[str, float]:
+    @property
+    def counts(self) -> Tensor:
         """See `engine.model.decoder.Routing`."""
-        if not self._routed:
-            return {}
-        counts, _ = self._all_counts()
-        load = counts / counts.mean(dim=1, keepdim=True)  # 1: every expert of the layer has as many rows
-        return {"expert_load_max": float(load.max()), "idle_experts": float((counts == 0).sum())}
-
-    def _all_counts(self) -> tuple[Tensor, float]:
-        """Return assignments [layers, E] over all ranks, and rows x layers. Collective at its first call."""
-        if self._totals is None:
-            counts = torch.stack([routed.counts for routed in self._routed]).double()
-            self._totals = sum_over_ranks(counts)
-        return self._totals.float(), float(self._totals.sum()) / self._routers.top_k
+        return torch.stack([routed.counts for routed in self._routed])
 
 
 @contextlib.contextmanager

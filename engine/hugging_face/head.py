@@ -31,7 +31,7 @@ def logits_scale(model: Any, base_name: str, head_name: str) -> float:
     model.add_module(head_name, head)
     try:
         with torch.no_grad():
-            found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+            changed = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     except Exception as error:
         raise ConfigError(f"its forward pass cannot be followed from decoder to logits: {error!r}") from error
     finally:
@@ -39,7 +39,7 @@ def logits_scale(model: Any, base_name: str, head_name: str) -> float:
             model.add_module(name, module)
     if head.seen is None:
         raise ConfigError(f"its forward pass does not call {head_name}")
-    before, after = _factor(head.seen, hidden), _factor(found, logits)
+    before, after = _factor(head.seen, hidden), _factor(changed, logits)
     if before is None or after is None:
         where = f"hidden states before {head_name}" if before is None else f"logits after {head_name}"
         raise ConfigError(
@@ -49,12 +49,12 @@ def logits_scale(model: Any, base_name: str, head_name: str) -> float:
     return before * after
 
 
-def _factor(found: Tensor, given: Tensor) -> float | None:
-    """Return c where found = c * given; None where that is not so."""
-    if found.shape != given.shape:
+def _factor(changed: Tensor, given: Tensor) -> float | None:
+    """Return c where changed = c * given; None where that is not so."""
+    if changed.shape != given.shape:
         return None
-    factor = float((found.double() * given.double()).sum() / given.double().square().sum())
-    close = torch.allclose(found, factor * given, rtol=_TOLERANCE, atol=_TOLERANCE * float(given.abs().max()))
+    factor = float((changed.double() * given.double()).sum() / given.double().square().sum())
+    close = torch.allclose(changed, factor * given, rtol=_TOLERANCE, atol=_TOLERANCE * float(given.abs().max()))
     if not close:
         return None
     return round(factor, 12) if abs(factor - 1.0) > _TOLERANCE else 1.0

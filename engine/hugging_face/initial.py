@@ -6,11 +6,12 @@ weights are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.model.decoder import Initial
@@ -46,8 +47,13 @@ def initial_values(model: Any) -> dict[str, Initial | str]:
         module.__dict__.pop(_FLAG, None)
     for tensor in model.parameters():
         tensor.__dict__.pop(_FLAG, None)
+    return written_values(model, model.initialize_weights)
+
+
+def written_values(model: nn.Module, initialise: Callable[[], Any]) -> dict[str, Initial | str]:
+    """Return the distribution that `initialise` leaves in every parameter and buffer of a model on the meta device."""
     with _Writes() as writes:
-        model.initialize_weights()
+        initialise()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {
         name: _initial(tensor, writes.by_storage.get(tensor.untyped_storage()._cdata, ())) for name, tensor in named
@@ -68,6 +74,9 @@ def _initial(tensor: Tensor, writes: Sequence[Write]) -> Initial | str:
         elif name == "normal_":
             mean, std = (*map(float, arguments), *(0.0, 1.0)[len(arguments) :])
             found = Initial(mean, std)
+        elif name == "uniform_":
+            low, high = (*map(float, arguments), *(0.0, 1.0)[len(arguments) :])
+            found = Initial((low + high) / 2, (high - low) / math.sqrt(12), is_uniform=True)
         elif name == "zero_":
             found = Initial(0.0, 0.0)
         elif name == "fill_" and not isinstance(arguments[0], Tensor):

@@ -84,8 +84,12 @@ def _call_problems(calls: Sequence[tuple[int, tuple[Tensor, ...]]], config: Mode
     others = sorted({str(x.dtype) for _, tensors in calls for x in tensors} - {"torch.bfloat16"})
     if others:
         yield f"its attention gets {', '.join(others)} where the weights are bfloat16, and kernels take one dtype"
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    expected = tuple((count, config.head_dim) for count in heads)
+    v_dim = config.v_head_dim or config.head_dim
+    expected = (
+        (config.num_heads, config.head_dim),
+        (config.num_kv_heads, config.head_dim),
+        (config.num_kv_heads, v_dim),
+    )
     for layer, tensors in calls:
         found = tuple(tuple(x.shape[2:]) for x in tensors)
         if found != expected:

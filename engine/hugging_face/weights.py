@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.config.errors import ConfigError
+from engine.hugging_face.adapters import base_name, is_adapter
 from engine.model.decoder import persistent_buffers
 from engine.model.init import local_block
 from engine.pretrained.names import weight_files
@@ -24,8 +25,10 @@ _SHOWN = 4
 
 
 @torch.no_grad()
-def load_weights(decoder: nn.Module, model: Any, folder: Path) -> None:
-    """Load every parameter and persistent buffer of `decoder` in place; parameters may have any sharding.
+def load_weights(decoder: nn.Module, model: Any, folder: Path) -> frozenset[str]:
+    """Load every parameter and persistent buffer of `decoder` but its adapters, and return their names.
+
+    They are filled in place; parameters may have any sharding.
 
     Args:
         decoder: Its tensors have transformers' names.
@@ -35,7 +38,8 @@ def load_weights(decoder: nn.Module, model: Any, folder: Path) -> None:
     Raises:
         ConfigError: Weights are missing, left over or of another shape, or a file cannot be read.
     """
-    targets = saved_tensors(decoder)
+    named = {name: tensor for name, tensor in saved_tensors(decoder).items() if not is_adapter(name)}
+    targets = {base_name(name): tensor for name, tensor in named.items()}
     files = weight_files(folder)
     sources, converters = _sources(model, files, targets)
     missing = sorted(targets.keys() - sources.keys())
@@ -56,6 +60,7 @@ def load_weights(decoder: nn.Module, model: Any, folder: Path) -> None:
             local.copy_(whole[_box(starts, local)])
         else:
             reader.read(sources[name][0], target)
+    return frozenset(named)
 
 
 def saved_tensors(decoder: nn.Module) -> dict[str, Tensor]:

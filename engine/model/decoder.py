@@ -21,12 +21,16 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Initial(NamedTuple):
     """Distribution of a tensor's initial values: normal with this mean and `std`, or all `mean` where std is 0.
 
-    zero_rows: rows that are 0, such as the embedding of a padding token.
+    Attributes:
+        mean, std: Mean and standard deviation.
+        zero_rows: Rows that are 0, such as the embedding of a padding token.
+        is_uniform: Uniform instead of normal, with this mean and standard deviation.
     """
 
     mean: float
     std: float
     zero_rows: tuple[int, ...] = ()
+    is_uniform: bool = False
 
 
 class Routing(Protocol):
@@ -38,8 +42,9 @@ class Routing(Protocol):
         The shares of all ranks add up to the loss. Collective over all ranks.
         """
 
-    def figures(self) -> dict[str, float]:
-        """Return statistics of the routers over all ranks, by their names in metrics.jsonl."""
+    @property
+    def counts(self) -> Tensor:
+        """Rows of this rank assigned to every expert, [layers, E] int64."""
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -50,6 +55,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def has_frozen_weights(model: nn.Module) -> bool:
+    """Return whether only some of a model's parameters are trained."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
 
 
 class Decoder(nn.Module):
@@ -81,9 +91,16 @@ class Decoder(nn.Module):
         """Return the initial distribution of a parameter. Raises ConfigError if it is none that can be drawn."""
         raise NotImplementedError
 
-    def load(self, folder: Path) -> None:
-        """Fill the weights from a Hugging Face folder. Raises ConfigError if it holds another model."""
+    def load(self, folder: Path) -> frozenset[str]:
+        """Fill the weights from a Hugging Face folder; return the names of the parameters that it has.
+
+        Raises:
+            ConfigError: The folder holds another model.
+        """
         raise NotImplementedError
+
+    def derive_weights(self) -> None:
+        """Compute the parameters whose initial values depend on others, after these were set."""
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute the buffers, on `device`; call it after `to_empty`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ _BLOCK_ELEMENTS = 2**20  # do not change: another value gives other weights for 
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
     """Initialise every parameter of `model` in place by its `Decoder.initial`, without communication.
 
-    Parameters may be plain tensors or DTensors with any sharding.
+    Parameters may be plain tensors or DTensors with any sharding; those named in `loaded` have their values.
     """
     model.tie_weights()
     for name, parameter in model.named_parameters():
+        if name in loaded:
+            continue
         initial = model.initial(name)
         local, starts = local_block(parameter)
         if initial.std == 0.0:
@@ -63,7 +65,12 @@ def _draw_block(local: Tensor, initial: Initial, stream: str, *, starts: Sequenc
         first = block * block_rows
         # Draw the whole block even if a part is needed: values may depend on how many are drawn together.
         values = torch.empty(min(block_rows, shape[0] - first), *shape[1:], dtype=torch.float32)
-        values.normal_(initial.mean, initial.std, generator=_generator(stream, block))
+        generator = _generator(stream, block)
+        if initial.is_uniform:
+            bound = math.sqrt(3) * initial.std
+            values.uniform_(initial.mean - bound, initial.mean + bound, generator=generator)
+        else:
+            values.normal_(initial.mean, initial.std, generator=generator)
         start, stop = max(offset, first), min(end, first + values.shape[0])
         local[start - offset : stop - offset].copy_(values[(slice(start - first, stop - first), *columns)])
 

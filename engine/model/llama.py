@@ -203,6 +203,7 @@ class LlamaModel(Decoder):
             std /= math.sqrt(2 * self.config.num_layers)
         return Initial(0.0, std)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> frozenset[str]:
         """See `Decoder`."""
         load_weights(self, folder)
+        return frozenset(name for name, _ in self.named_parameters())

@@ -55,10 +55,10 @@ def set_first_weights(model: Decoder, config: RunConfig) -> None:
     Raises:
         ConfigError: The folder does not hold a model of this shape.
     """
-    if config.model.init_from is None:
-        init_weights(model, config.seed)
-    else:
-        model.load(Path(config.model.init_from).expanduser())
+    source = config.model.init_from
+    loaded = frozenset[str]() if source is None else model.load(Path(source).expanduser())
+    init_weights(model, config.seed, loaded)
+    model.derive_weights()
 
 
 def build_empty_model(

@@ -7,8 +7,8 @@ Labels are counted first, because ranks and micro-steps have different numbers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.distributed.collectives import sum_over_ranks
 from engine.distributed.mesh import Mesh
-from engine.model.decoder import AttentionFn, Decoder
+from engine.model.decoder import AttentionFn, Decoder, Routing
 from engine.model.dropout import Dropout, row_keys
 from engine.optim.adamw import build_optimizer, learning_rate, set_learning_rate
 from engine.optim.updates import build_updates
@@ -42,6 +42,7 @@ class StepResult:
         learning_rate: The one that the step used.
         pairs: Query-key pairs that attention computed, of all sequences over all ranks; 0 for a step without labels.
         verdict: Whether the weights were updated, and why not; `NO_LABELS` for a step without labels.
+        routers: Figures of the routers of experts, by their names in metrics.jsonl; empty without experts.
     """
 
     loss: float | None
@@ -49,6 +50,37 @@ class StepResult:
     learning_rate: float
     pairs: AttendedPairs
     verdict: Verdict = TAKEN
+    routers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepSums:
+    """Sums over the micro-steps of a step.
+
+    Attributes:
+        auxiliary: Auxiliary loss of the routers, weighted: this rank's shares, a scalar; None without one.
+        routed: Rows of this rank assigned to the experts of every layer, [layers, E]; None without experts.
+    """
+
+    auxiliary: Tensor | None = None
+    routed: Tensor | None = None
+
+    def add(self, routing: Routing, share: Tensor | None) -> None:
+        """Add a micro-step, and its share of the auxiliary loss."""
+        if share is not None:
+            self.auxiliary = share.detach() if self.auxiliary is None else self.auxiliary + share.detach()
+        self.routed = routing.counts if self.routed is None else self.routed + routing.counts
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of `StepResult.routers`. Collective over all ranks if there are experts."""
+        if self.routed is None:
+            return {}
+        share = torch.zeros((), device=self.routed.device) if self.auxiliary is None else self.auxiliary
+        auxiliary, *rows = sum_over_ranks(torch.cat([share.double()[None], self.routed.double().flatten()])).tolist()
+        counts = torch.tensor(rows).view(self.routed.shape)
+        load = counts / counts.mean(dim=1, keepdim=True)  # 1 where every expert of the layer has as many rows
+        figures = {"expert_load_max": float(load.max()), "idle_experts": float((counts == 0).sum())}
+        return figures if self.auxiliary is None else figures | {"auxiliary_loss": auxiliary}
 
 
 @dataclass(frozen=True)
@@ -150,7 +182,8 @@ class TrainStep:
             self.status.phase = "train"
             return StepResult(None, None, rate, AttendedPairs(0, 0), NO_LABELS)
         set_learning_rate(self.optimizer, rate)  # before backward, which updates weights under optimizer_in_backward
-        loss_sum = self.accumulate(local, label_tokens)
+        sums = StepSums()
+        loss_sum = self.accumulate(local, label_tokens, sums)
         verdicts: list[Verdict] = []
 
         def judge(norm: Tensor) -> bool:
@@ -164,9 +197,10 @@ class TrainStep:
         self.status.phase = "train"
         if not may_drop:
             judge(norm)
-        return StepResult(float(loss_sum.item()) / label_tokens, float(norm.item()), rate, pairs, verdicts[0])
+        loss = float(loss_sum.item()) / label_tokens
+        return StepResult(loss, float(norm.item()), rate, pairs, verdicts[0], sums.figures())
 
-    def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
+    def accumulate(self, local: Sequence[RankBatch], label_tokens: int, sums: StepSums | None = None) -> Tensor:
         """Run forward and backward of all micro-steps. Collective over all ranks.
 
         Gradients of the mean loss are left in `.grad`, or applied to the weights under optimizer_in_backward.
@@ -174,6 +208,7 @@ class TrainStep:
         Args:
             local: This rank's batches, one per micro-step.
             label_tokens: Labels that count, of all ranks and micro-steps.
+            sums: Gets what routers chose.
 
         Returns:
             The loss summed over the labels of all ranks, float64 scalar.
@@ -192,7 +227,10 @@ class TrainStep:
             mean = loss / label_tokens
             if routing is not None:
                 share = routing.auxiliary_loss()
-                mean = mean if share is None else mean + share / len(local)
+                share = None if share is None else share / len(local)
+                mean = mean if share is None else mean + share
+                if sums is not None:
+                    sums.add(routing, share)
             self.status.phase = "backward"
             mean.backward()  # FSDP sums over ranks, so this yields the gradient of the mean
             loss_sum += loss.detach()

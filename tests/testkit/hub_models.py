@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config.schema import JsonObject
-from engine.config.settings import AttentionConfig, ModelConfig
+from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
+from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.model.init import local_block
+from testkit.tiny_training import accumulated, full_weights, own_part, start_run, tiny_config, whole
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 64,
@@ -50,12 +56,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "phi3": {},
     "smollm3": {},
     "cohere2": _WINDOWS,
-    "seed_oss": {},
+    "seed_oss": {"residual_dropout": 0.0},
     "exaone4": {"sliding_window": 6},
     "starcoder2": {"sliding_window": None},
     "minimax_m2": _EXPERTS,
     "ministral3": {},
 }
+WITH_AUXILIARY_LOSS = ("qwen3_moe", "mixtral", "granitemoe", "minimax_m2")
 
 
 def hf_config(family: str, **more: Any) -> dict[str, Any]:
@@ -98,13 +105,15 @@ def masks_of(document: Mapping[str, Any], **attention: Any) -> AttentionConfig:
     return AttentionConfig(**attention)
 
 
-def reference_model(document: Mapping[str, Any], weights: Mapping[str, Tensor] | None = None) -> Any:
-    """The model of transformers in one process, with eager attention, fp32, and these weights."""
+def reference_model(
+    document: Mapping[str, Any], weights: Mapping[str, Tensor] | None = None, attention: str = "eager"
+) -> Any:
+    """The model of transformers in one process, fp32, with these weights."""
     import transformers
 
     stated = {name: value for name, value in document.items() if name not in ("model_type", "dtype", "torch_dtype")}
     config = transformers.AutoConfig.for_model(document["model_type"], **stated)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     if weights is not None:
         missing = model.load_state_dict(dict(weights), strict=False)
         assert not missing.unexpected_keys, missing
@@ -117,8 +126,6 @@ def randomise(model: nn.Module, seed: int = 5) -> None:
 
     Values are those of the whole tensors, whatever part of them this rank holds.
     """
-    from engine.model.init import local_block
-
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() > 1:
             continue
@@ -126,3 +133,80 @@ def randomise(model: nn.Module, seed: int = 5) -> None:
         values = 0.2 * torch.randn(parameter.shape, generator=generator)
         local, starts = local_block(parameter)
         local.add_(values[tuple(slice(at, at + n) for at, n in zip(starts, local.shape, strict=True))])
+
+
+def hub_config(family: str, *, attention: Mapping[str, Any] | None = None, **sections: Any) -> RunConfig:
+    """A tiny run of a family, with its auxiliary loss where it has one, except over packed documents."""
+    more: dict[str, Any] = dict(sections.pop("hf", {}))
+    attention = attention or {}
+    if family in WITH_AUXILIARY_LOSS and not attention.get("documents"):
+        more |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    document = hf_config(family, **more)
+    return tiny_config(model=shape_of(document), attention=masks_of(document, **attention), **sections)
+
+
+def document_of(config: RunConfig) -> dict[str, Any]:
+    """The config.json of a run."""
+    assert config.model.hf_config is not None
+    return dict(config.model.hf_config)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one step over a batch: every weight, the mean loss, and every gradient, all whole."""
+
+    weights: dict[str, Tensor]
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def step_facts(config: RunConfig, batch: Batch) -> Facts:
+    """Those of the trainer, with every norm and bias random. Collective over the ranks of the pool."""
+    run = start_run(config)
+    randomise(run.model)
+    weights = full_weights(run.model)
+    loss, labels = accumulated(run, own_part(batch, run.mesh))
+    gradients = {name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
+    return Facts(weights, loss.item() / labels, gradients)
+
+
+def reference_facts(config: RunConfig, batch: Batch, weights: Mapping[str, Tensor], attention: str = "eager") -> Facts:
+    """Those of transformers in one process; packed documents are separate forward passes."""
+    document = document_of(config)
+    model = reference_model(document, weights, attention)
+    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+    starts = batch.documents[0].tolist() if config.attention.documents else [0]
+    total = torch.zeros(())
+    for first, after in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
+        logits = model(input_ids=tokens[:, first:after], use_cache=False).logits
+        total = total + F.cross_entropy(logits.flatten(0, 1), labels[:, first:after].flatten(), reduction="sum")
+    mean = total / int((labels != IGNORE_INDEX).sum())
+    auxiliary = torch.zeros(())
+    if document.get("output_router_logits"):
+        assert starts == [0], "the auxiliary loss of separate forward passes is another one"
+        auxiliary = document["router_aux_loss_coef"] * model(input_ids=tokens, use_cache=False).aux_loss
+    (mean + auxiliary).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Facts(dict(weights), mean.item(), gradients)
+
+
+def assert_equal_facts(found: Facts, config: RunConfig, batch: Batch) -> None:
+    """Fails unless the trainer's loss and gradients are those of one process of transformers.
+
+    Every gradient to 1e-5, or to 3 times what two attentions of transformers differ by; the norm of all to 1e-5.
+    """
+    expected = reference_facts(config, batch, found.weights)
+    other = reference_facts(config, batch, found.weights, "sdpa")
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5), "loss"
+    assert found.gradients.keys() == expected.gradients.keys(), "parameters with a gradient"
+    floor = 1e-6 * _norm(expected.gradients.values())  # such as the bias of keys, whose gradient is 0
+    for name, gradient in expected.gradients.items():
+        scale = gradient.norm().item() + floor
+        noise = 3 * (other.gradients[name] - gradient).norm().item() / scale
+        error = (found.gradients[name] - gradient).norm().item() / scale
+        assert error < max(1e-5, noise), f"gradient of {name} is off by {error:.1e}, two attentions by {noise / 3:.1e}"
+    assert _norm(found.gradients.values()) == pytest.approx(_norm(expected.gradients.values()), rel=1e-5)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())

@@ -163,7 +163,11 @@ class _Scene:
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
         for runtime in {id(runtime): runtime for runtime in attention.run_context().runtimes}.values():
             batch = (config.train.micro_batch_size, rows)
-            q, k, v = (torch.empty(*batch, n, model.head_dim, dtype=dtype, requires_grad=True) for n in heads)
+            widths = (model.head_dim, model.head_dim, model.v_head_dim or model.head_dim)
+            q, k, v = (
+                torch.empty(*batch, n, width, dtype=dtype, requires_grad=True)
+                for n, width in zip(heads, widths, strict=True)
+            )
             out = run_attention(q, k, v, runtime)
             torch.autograd.backward([out], [torch.empty_like(out)])
 
@@ -172,7 +176,14 @@ class _Scene:
         kernel: Any = StandInFlashKernel()
         if self._kind == "cpu":
             dtype = getattr(torch, config.train.compute_dtype)
-            kernel = select_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
+            model = config.model
+            kernel = select_kernel(
+                config.attention.kernel,
+                torch.device("cpu"),
+                dtype,
+                model.head_dim,
+                v_dim=model.v_head_dim or model.head_dim,
+            ).kernel
         group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), kernel)
         return ContextParallel.of_group(config, group, self.method).with_runtimes(sampled_runtime)
 
