@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.settings import RunConfig
-from engine.predict.flops import count_parameters
+from engine.predict.trained import trained_parameters
 from engine.runs.figures import binary_bytes
 
 _BYTES_PER_PARAMETER = 3 * 4  # the master weight and two moments; moments of 8 bits are saved as fp32, too
@@ -21,8 +21,8 @@ class Shortage:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """The size of one checkpoint: fp32 weights and both moments of every parameter, whatever ranks write which part."""
-    return _BYTES_PER_PARAMETER * count_parameters(config.model).total
+    """The size of one checkpoint: fp32 weights and both moments of what is trained, whatever ranks write which part."""
+    return _BYTES_PER_PARAMETER * trained_parameters(config.model)
 
 
 def saves_checkpoints(config: RunConfig) -> bool:

@@ -32,6 +32,7 @@ def problems_of(values: dict[str, Any]) -> tuple[str, ...]:
 SETTINGS = """
     [] exp=tiny model.name=tiny model.rope_scaling.kind=none model.qkv_bias=False model.qk_norm=False
     model.implementation=burst model.gated_ffn=True
+    model.lora.target_modules=('all-linear',) model.lora.target_parameters=() model.lora.dora=False
     model.tie_embeddings=False model.require_init_from=False attention.preset=single attention.mask=causal
     attention.mask_layers=() attention.documents=False attention.check_plans=False attention.kernel=auto
     memory.activation_checkpoint=full
@@ -73,9 +74,10 @@ SETTINGS = """
     data.bpe_vocab_size=4096 [more than 0, below 1] data.validation_fraction=0.01 [tokens] data.length_buckets=() [1
     or more threads] cluster.threads_per_rank [1 or more nodes] cluster.topology_nodes [5 or more seconds]
     cluster.lease_s=60.0 [0 or more attempts] cluster.max_restarts=0 [more than 0 Gbit/s]
-    cluster.expected.hca_rate_gbps [1 or more] model.v_head_dim model.kv_lora_rank model.q_lora_rank
+    cluster.expected.hca_rate_gbps [1 or more] model.lora.rank model.v_head_dim model.kv_lora_rank model.q_lora_rank
     model.rope_head_dim [0 or more layers] model.num_moe_layers=0 [0 or more experts] model.num_experts=0
     model.experts_per_token=0 [0 or more] model.expert_ffn_hidden_size=0 model.shared_expert_ffn_hidden_size=0
+    [more than 0] model.lora.alpha=16.0
 """
 
 
