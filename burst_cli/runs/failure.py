@@ -86,7 +86,7 @@ def _attempt_start(run: RunFolder, log: str) -> int:
 def _where(failure: Failure) -> str:
     parts = []
     if failure.rank is not None:
-        parts.append(f"rank {failure.rank} on {failure.host}")
+        parts.append(f"rank {failure.rank}" if failure.host is None else f"rank {failure.rank} on {failure.host}")
     elif failure.host is not None:
         parts.append(f"on {failure.host}")
     if failure.step is not None:

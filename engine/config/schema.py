@@ -192,10 +192,8 @@ def choices_of(annotation: Any) -> tuple[str, ...] | None:
     """Return the legal values of a choice, None for other types."""
     if get_origin(annotation) is Literal:
         return tuple(str(value) for value in get_args(annotation))
-    for member in union_members(annotation):
-        if member is not annotation and (found := choices_of(member)) is not None:
-            return found
-    return None
+    found = [choices_of(member) for member in union_members(annotation) if member is not annotation]
+    return tuple(choice for choices in found if choices is not None for choice in choices) or None
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
