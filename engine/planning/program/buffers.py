@@ -8,10 +8,9 @@ the old one.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from engine.config.settings import Store
 from engine.planning.program.ops import (
@@ -110,27 +109,54 @@ def _free_buffer(alike: list[int], free_after: list[int | None], start: int) -> 
 
 def _lifetimes(steps: tuple[Step, ...]) -> dict[int, tuple[int, int]]:
     """First and last time at which each value is touched."""
-    spans: dict[int, tuple[int, int]] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
     in_flight: dict[int, Transfer] = {}
+
+    def touch(time: int, *views: View | None) -> None:
+        for view in views:
+            if view is not None:
+                first.setdefault(view.buffer, time)
+                last[view.buffer] = time
+
     for step in steps:
-        in_flight.update((transfer.tag, transfer) for transfer in step.post)
-        waited = [in_flight.pop(message) for message in step.wait]
-        for phase, items in enumerate((step.pre, step.post, step.tiles, waited, step.after)):
-            time = PHASES * step.index + phase
-            for view in itertools.chain.from_iterable(items):
-                if isinstance(view, View):
-                    spans[view.buffer] = spans.get(view.buffer, (time, time))[0], time
-    return spans
-
-
-_Item = TypeVar("_Item", LocalOp, Transfer, Tile)
+        time = PHASES * step.index
+        for op in step.pre:
+            touch(time, op.dst, op.src)
+        for transfer in step.post:
+            touch(time + 1, transfer.view, transfer.source)
+            in_flight[transfer.tag] = transfer
+        for tile in step.tiles:
+            touch(time + 2, tile.q, tile.kv, tile.sums, tile.kv_sums)
+        for tag in step.wait:
+            transfer = in_flight.pop(tag)
+            touch(time + 3, transfer.view, transfer.source)
+        for op in step.after:
+            touch(time + 4, op.dst, op.src)
+    return {number: (first[number], last[number]) for number in first}
 
 
 def _renumbered(step: Step, buffer_of: dict[int, int]) -> Step:
-    def renumbered(x: Any) -> Any:
-        return View(buffer_of[x.buffer], x.start, x.stop) if isinstance(x, View) else x
+    """The step on views of buffers instead of values."""
 
-    def moved(items: tuple[_Item, ...]) -> tuple[_Item, ...]:
-        return tuple(type(item)(*map(renumbered, item)) for item in items)
+    def moved(view: View) -> View:
+        return View(buffer_of[view.buffer], view.start, view.stop)
 
-    return Step(step.index, moved(step.pre), moved(step.post), moved(step.tiles), step.wait, moved(step.after))
+    def moved_op(op: LocalOp) -> LocalOp:
+        return LocalOp(op.op, moved(op.dst), op.src and moved(op.src))
+
+    def moved_transfer(end: Transfer) -> Transfer:
+        return Transfer(end.tag, end.op, end.channel, end.peer, moved(end.view), end.source and moved(end.source))
+
+    def moved_tile(tile: Tile) -> Tile:
+        q, kv, sums, band, kv_sums, *rest = tile
+        return Tile(moved(q), moved(kv), moved(sums), band, kv_sums and moved(kv_sums), *rest)
+
+    return Step(
+        step.index,
+        tuple(map(moved_op, step.pre)),
+        tuple(map(moved_transfer, step.post)),
+        tuple(map(moved_tile, step.tiles)),
+        step.wait,
+        tuple(map(moved_op, step.after)),
+    )

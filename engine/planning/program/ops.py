@@ -16,13 +16,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.config.settings import Store
 from engine.planning.topology import Topology
-
-if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
-    from engine.planning.visibility.mask import Band
+from engine.planning.visibility.mask import Band
 
 Direction = Literal["forward", "backward"]
 OpName = Literal["init", "add", "merge", "copy", "finish", "stats"]

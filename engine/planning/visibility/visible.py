@@ -247,7 +247,8 @@ def _bands_between(q: _Segments, k: _Segments, rule: Integers, low: Integers, hi
     sees = (first_row < last_row) & (first_key < last_key) & (low <= high)
     shift = first_key - first_row
     rows = (q.offset + first_row, q.offset + last_row, k.offset + first_key, k.offset + last_key)
-    return _Bands(q.owner, k.owner, rule, *rows, low + shift, high + shift).taken(np.flatnonzero(sees))
+    bands = _Bands(q.owner, k.owner, rule, *rows, low + shift, high + shift)
+    return bands if sees.all() else bands.taken(np.flatnonzero(sees))
 
 
 def _divided(positions: Integers, stride: int) -> Integers:

@@ -14,7 +14,8 @@ from testkit.sections import changed
 from testkit.terminal import lines_of
 
 from burst_cli.compose import compose
-from burst_cli.launch.prepare import launch_notes, with_run
+from burst_cli.launch.resolve import with_run
+from burst_cli.launch.show import launch_notes
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory
 from burst_cli.plan.table import answer_view, details_view
