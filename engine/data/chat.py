@@ -106,7 +106,7 @@ class ChatTemplate:
         if learned != ():
             self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, delimiters[2])}, location)
         if learned is None:  # after the check, whose message is the better one
-            learned = self._turn_spans(conversation, text, location)
+            learned = self._reply_spans(conversation, text, location)
         if not learned:
             raise self._unusable(location, "renders nothing that the assistant says. Give the assistant a text")
         return text, learned
@@ -226,7 +226,7 @@ class ChatTemplate:
             kept += [block] * learned.pop()
         return kept
 
-    def _turn_spans(self, conversation: Conversation, text: str, location: str) -> Spans:
+    def _reply_spans(self, conversation: Conversation, text: str, location: str) -> Spans:
         """Return the characters [first, after) of each labelled turn, found by rendering up to it and then with it.
 
         An earlier turn may lack what a template writes only before the content of the last one: Qwen 3 begins the last
@@ -238,10 +238,10 @@ class ChatTemplate:
                 continue
             prompt = self.render(conversation.until(index), location, prompts=True)
             with_turn = self.render(conversation.until(index + 1), location)
-            first = self._turn_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
-            content, last_turn = _last_text(message), with_turn[len(prompt) :]
-            last_turn = last_turn[: _turn_length(last_turn, content)]
-            length = None if first is None else _length_in(text[first:], last_turn, content)
+            first = self._reply_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
+            content, last_reply = _last_text(message), with_turn[len(prompt) :]
+            last_reply = last_reply[: _reply_length(last_reply, content)]
+            length = None if first is None else _length_in(text[first:], last_reply, content)
             if first is None or length is None:
                 raise self._unusable(
                     location,
@@ -252,7 +252,7 @@ class ChatTemplate:
                 spans.append((first, first + length))
         return tuple(spans)
 
-    def _turn_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
+    def _reply_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
         """Return the character of `text` at which the turn of message `index` begins; None if unknown.
 
         prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
@@ -340,27 +340,27 @@ def _error_text(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def _turn_length(turn: str, content: str) -> int:
+def _reply_length(reply: str, content: str) -> int:
     """Return the length of `turn` without the white space after its end marker, if it has one."""
     stripped = content.strip()  # as some templates render it
-    found = turn.find(stripped)
-    has_mark = found < 0 or turn[found + len(stripped) :].strip() != ""
-    return len(turn.rstrip()) if has_mark else len(turn)
+    found = reply.find(stripped)
+    has_mark = found < 0 or reply[found + len(stripped) :].strip() != ""
+    return len(reply.rstrip()) if has_mark else len(reply)
 
 
-def _length_in(rest: str, last_turn: str, content: str) -> int | None:
+def _length_in(rest: str, last_reply: str, content: str) -> int | None:
     """Return the length of the turn at the start of `rest`; None if `rest` starts with another one.
 
-    last_turn: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
+    last_reply: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
     to the content, or up to some place before that. Only white space may stand in the place of the beginning.
     """
-    if rest.startswith(last_turn):
-        return len(last_turn)
+    if rest.startswith(last_reply):
+        return len(last_reply)
     stripped = content.strip()
     blanks = len(rest) - len(rest.lstrip())
-    for first in range(len(last_turn) + 1 - max(len(stripped), 1)):
-        if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
-            ending = last_turn[first:]
+    for first in range(len(last_reply) + 1 - max(len(stripped), 1)):
+        if rest.startswith(last_reply[first], blanks) and not last_reply[first].isspace():
+            ending = last_reply[first:]
             if rest.startswith(ending, blanks) and stripped in ending:
                 return blanks + len(ending)
     return None

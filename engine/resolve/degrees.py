@@ -36,7 +36,7 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> Degrees:
     )
 
 
-def place_ranks(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[Degrees, Topology]:
+def resolve_topology(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[Degrees, Topology]:
     """The degrees of a run and where its ranks lie. Raises ConfigError with every problem."""
     problems: list[str] = []
     if world_size % nodes:
@@ -73,7 +73,7 @@ def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
 
 def sequence_topology(config: RunConfig, world: Topology) -> Topology:
     """Where the ranks of one sequence lie. Raises ConfigError where none can."""
-    degrees, topology = place_ranks(config.parallel, world.size, world.nodes)
+    degrees, topology = resolve_topology(config.parallel, world.size, world.nodes)
     return degrees.cp_topology(topology)
 
 

@@ -34,7 +34,7 @@ from engine.planning.methods.presets import (
 )
 from engine.planning.topology import Grid, Topology, divisors, padded_length
 from engine.predict.machine import find_device, find_machine, read_rates, unknown_device
-from engine.resolve.degrees import known_cp_size, place_ranks, sequence_topology, tensor_parallel_problems
+from engine.resolve.degrees import known_cp_size, resolve_topology, sequence_topology, tensor_parallel_problems
 from engine.resolve.rules import check_config, config_problems
 
 
@@ -58,7 +58,7 @@ def _degrees(config: RunConfig) -> Iterator[Problem]:
     if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
         return
     try:
-        place_ranks(parallel, world_size, nodes)
+        resolve_topology(parallel, world_size, nodes)
     except ConfigError as error:
         keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
         for text in error.problems:
@@ -96,7 +96,7 @@ def _topology(config: RunConfig, cp_size: int) -> Topology:
     """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
     world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
     try:
-        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
+        degrees, topology = resolve_topology(config.parallel, world_size or 0, max(1, nodes))
         return degrees.cp_topology(topology)
     except ConfigError:  # of which another rule speaks
         return Topology(1, cp_size)

@@ -93,7 +93,7 @@ class MemoryCandidate:
             "device_peak_bytes": found and found.device_peak_bytes,
             "needed_bytes": found and found.needed_bytes,
             "host_peak_bytes": found and found.host_peak_bytes,
-            "kept_bytes": cost.kept_bytes,
+            "saved_bytes": cost.saved_bytes,
             "moved_bytes": cost.moved_bytes,
             "recompute_linear_flops": cost.linear_flops,
             "recompute_attention_flops": cost.attention_flops,
@@ -184,9 +184,9 @@ class _Search:
     def candidates(self) -> list[MemoryCandidate]:
         """All, the best first, then those that were not tried, by time, then those that were, the nearest first."""
         best = self._best()
-        tried = sorted(self._predictions, key=lambda one: -self._expected(one).headroom_bytes)
-        others = [one for one in map(self._placed, self._legal) if one not in self._predictions]
-        others.sort(key=lambda one: (not self._expected(one).fits, self._seconds.get(one, math.inf)))
+        tried = sorted(self._predictions, key=lambda policy: -self._expected(policy).headroom_bytes)
+        others = [policy for policy in map(self._placed, self._legal) if policy not in self._predictions]
+        others.sort(key=lambda policy: (not self._expected(policy).fits, self._seconds.get(policy, math.inf)))
         return list(map(self._candidate, dict.fromkeys((best, *others, *tried))))
 
     def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
@@ -211,24 +211,24 @@ class _Search:
             self._legal += legal
             # What keeps least by its own working set alone: that of others, which may need more, has ruled it out.
             lean = [memory for memory in legal if memory.activation_checkpoint == "full"]
-            found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, own=True)
+            found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, same_policy=True)
         if found is not None:
             return found
         if not self._legal:
             raise ConfigError(list(dict.fromkeys(problems)))
         if not self._predictions:
             placed = map(self._placed, self._legal)
-            self._try(max(placed, key=lambda one: self._capacity.fit(*self._cost(one).least).headroom_bytes))
-        return max(self._predictions, key=lambda one: self._expected(one).headroom_bytes)
+            self._try(max(placed, key=lambda policy: self._capacity.fit(*self._cost(policy).least).headroom_bytes))
+        return max(self._predictions, key=lambda policy: self._expected(policy).headroom_bytes)
 
     def _first_that_fits(
-        self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, own: bool = False
+        self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, same_policy: bool = False
     ) -> MemoryConfig | None:
-        """The fastest that fits, if it is faster than another one; `own`: as `_expected`."""
+        """The fastest that fits, if it is faster than another one; `same_policy`: as `_expected`."""
         within_s = math.inf if than is None else self._step_s(than) * (1 - TIE_TOLERANCE)
         for _ in range(MOST_PREDICTED):
-            placed = [self._placed(memory, own=own) for memory in memories]
-            hopeful = [one for one in placed if self._expected(one, own=own).fits]
+            placed = [self._placed(memory, same_policy=same_policy) for memory in memories]
+            hopeful = [policy for policy in placed if self._expected(policy, same_policy=same_policy).fits]
             fastest = self._fastest(hopeful) if hopeful else None
             if fastest is None or self._step_s(fastest) > within_s:
                 return None
@@ -238,14 +238,14 @@ class _Search:
 
     def _fastest(self, hopeful: Sequence[MemoryConfig]) -> MemoryConfig:
         """The one that takes least time; of those alike the one that moves nothing and is whole."""
-        costs = [self._cost(one) for one in hopeful]
-        timed = [one for one in hopeful if not any(_is_faster(cost, self._cost(one)) for cost in costs)]
+        costs = [self._cost(policy) for policy in hopeful]
+        timed = [policy for policy in hopeful if not any(_is_faster(cost, self._cost(policy)) for cost in costs)]
         least_s = min(map(self._step_s, timed))
 
-        def order(one: MemoryConfig) -> tuple[float, ...]:
-            step_s, is_on_host = self._step_s(one), one.activation_store == "host"
+        def order(policy: MemoryConfig) -> tuple[float, ...]:
+            step_s, is_on_host = self._step_s(policy), policy.activation_store == "host"
             later = (step_s - least_s) // (TIE_TOLERANCE * least_s)
-            return later, is_on_host, one.tile_tokens is not None, step_s, sum(self._cost(one).least)
+            return later, is_on_host, policy.tile_tokens is not None, step_s, sum(self._cost(policy).least)
 
         return min(timed, key=order)
 
@@ -283,26 +283,32 @@ class _Search:
             self._predictions[memory] = self._predict(config, self._method(memory), self._world)
         return self._expected(memory)
 
-    def _expected(self, memory: MemoryConfig, *, own: bool = False) -> Fit:
+    def _expected(self, memory: MemoryConfig, *, same_policy: bool = False) -> Fit:
         """As predicted; else with the most that those that work alike need beside what they have at least.
 
-        own   reckon with what the same policy needed, not with others like it: what is computed again differs
+        same_policy   reckon with what the same policy needed, not with others like it: what is computed again differs
         """
 
-        def alike(one: MemoryConfig) -> tuple[Any, ...]:
-            kind = one.activation_checkpoint
-            return kind if own else kind == "none", one.tile_tokens, one.activation_store, one.optimizer_store
+        def alike(policy: MemoryConfig) -> tuple[Any, ...]:
+            kind = policy.activation_checkpoint
+            return (
+                kind if same_policy else kind == "none",
+                policy.tile_tokens,
+                policy.activation_store,
+                policy.optimizer_store,
+            )
 
         if memory in self._predictions:
             return self._capacity.fit(*self._predictions[memory].needs)
-        like = [one for one in self._predictions if alike(one) == alike(memory)]
+        like = [policy for policy in self._predictions if alike(policy) == alike(memory)]
         device, host = (
-            least + max([0, *(self._predictions[one].needs[place] - self._cost(one).least[place] for one in like)])
-            for place, least in enumerate(self._cost(memory).least)
+            least
+            + max([0, *(self._predictions[policy].needs[index] - self._cost(policy).least[index] for policy in like)])
+            for index, least in enumerate(self._cost(memory).least)
         )
         return self._capacity.fit(device, host)
 
-    def _placed(self, memory: MemoryConfig, *, own: bool = False) -> MemoryConfig:
+    def _placed(self, memory: MemoryConfig, *, same_policy: bool = False) -> MemoryConfig:
         """The policy with as few layers on the host as leave the others room on the device.
 
         As it is where nothing lies on the host, where not even all layers there are enough, where it is resolved, and
@@ -311,22 +317,22 @@ class _Search:
         """
 
         def has_room(**changes: Any) -> bool:
-            return self._expected(replace(memory, **changes), own=own).device
+            return self._expected(replace(memory, **changes), same_policy=same_policy).device
 
-        guesses = sum(replace(one, host_layers=None) == memory for one in self._predictions)
+        guesses = sum(replace(policy, host_layers=None) == memory for policy in self._predictions)
         is_free = memory.activation_store == "host" and memory.host_layers is None and guesses < MOST_GUESSES
         if not is_free or self._legal_method(memory).chunk_store == "host":
             return memory
         if not has_room() or has_room(activation_store="device"):
             return memory
         counts = range(1, self._config.model.num_layers)
-        place = bisect.bisect_left(counts, True, key=lambda count: has_room(host_layers=count))
-        return replace(memory, host_layers=counts[place]) if place < len(counts) else memory
+        index = bisect.bisect_left(counts, True, key=lambda count: has_room(host_layers=count))
+        return replace(memory, host_layers=counts[index]) if index < len(counts) else memory
 
 
-def _is_faster(one: PolicyCost, other: PolicyCost) -> bool:
+def _is_faster(policy: PolicyCost, other: PolicyCost) -> bool:
     """Whether a policy computes nothing again and moves nothing that the other does not, and less of something."""
-    costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (one, other)]
+    costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (policy, other)]
     return costs[0] != costs[1] and all(less <= more for less, more in zip(*costs, strict=True))
 
 

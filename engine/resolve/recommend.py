@@ -69,7 +69,7 @@ class Adviser:
         now_s = self._step(resolved, world).device_s_per_token
         best: Recommendation | None = None
         hopeful = [(self._saving(option, now_s), option) for option in self._options(requested, resolved, world)]
-        for most, option in sorted(hopeful, key=lambda one: -one[0]):
+        for most, option in sorted(hopeful, key=lambda pair: -pair[0]):
             if most < LEAST_SAVING or (best is not None and best.saving >= most):
                 break
             found = self._resolved(option, now_s)

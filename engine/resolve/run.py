@@ -23,7 +23,7 @@ from engine.predict.machine import Machine
 from engine.predict.memory import Capacity, MemoryPrediction, Predict
 from engine.resolve.attention import select_moving_operand, select_preset
 from engine.resolve.decisions import Decision, decision_from_dict
-from engine.resolve.degrees import place_ranks
+from engine.resolve.degrees import resolve_topology
 from engine.resolve.memory import resolve_memory
 from engine.runs.files import json_text, read_json_object
 from engine.runs.folder import RESOLVED_FILE
@@ -99,7 +99,7 @@ def resolve_run(
         ConfigError: with every rule that is violated.
         RunError: `predict` fails.
     """
-    degrees, _ = place_ranks(config.parallel, world.size, world.nodes)
+    degrees, _ = resolve_topology(config.parallel, world.size, world.nodes)
     group = degrees.cp_topology(world)
     attention, preset = select_preset(config, group, machine)
     resolved = replace(config, attention=attention)

@@ -156,7 +156,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
         "warmup_metric_steps": left_out,
     }
     for name in MEDIANS:
-        summary.update(spread(name, _numbers(measured, name)))
+        summary.update(quartile_fields(name, _numbers(measured, name)))
     for name in MAXIMA:
         summary[name] = max(_numbers(ordered, name), default=None)
     for name in FINALS:
@@ -245,7 +245,7 @@ def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
     return facts
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+def quartile_fields(name: str, values: Sequence[float]) -> dict[str, Any]:
     """{name: median, name_p25, name_p75, name_n}; quartiles by linear interpolation over the measured values."""
     quartiles: Sequence[float | None] = [float(values[0]) if values else None] * 3
     if len(values) > 1:

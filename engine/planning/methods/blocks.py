@@ -16,14 +16,17 @@ from engine.planning.visibility.mask import Mask
 
 @dataclass(frozen=True)
 class Blocks:
-    """Who holds what: `home` rows of every rank between the layers, `ring` rows of every ring member inside attention.
+    """The rows of every rank between the layers and of every ring member inside attention.
 
-    With head parallelism a ring member's block is the concatenation of its head group's pieces. `chunks`: into which
-    every rank's rows are cut, equally many on all ranks; 1 without a chunk pipeline.
+    With head parallelism the block of a ring member is the concatenation of the shards of its head group.
+
+    rank_layout   rows of every rank, between the layers
+    ring          rows of every ring member, inside attention
+    chunks        number of chunks of every rank's rows, the same on all ranks; 1 without a chunk pipeline
     """
 
     grid: Grid
-    home: Layout
+    rank_layout: Layout
     ring: Layout
     chunks: int = 1
 

@@ -50,15 +50,15 @@ class Kind(StrEnum):
 class Field(NamedTuple):
     """One tensor of a kind: [rows, ...] with query or kv heads.
 
-    shape   of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out) and numbers
-    dtype   that of the model, of sums (fp32) or of gradients on the wire
-    own     whether it takes memory of its own; else it is what forward left
+    shape          of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out) and numbers
+    dtype          that of the model, of sums (fp32) or of gradients on the wire
+    is_allocated   whether it takes memory; else it is what forward saved
     """
 
     name: str
     shape: tuple[str | int, ...] = ("heads", "qk_dim")
     dtype: Literal["element", "sum", "wire"] = "element"
-    own: bool = True
+    is_allocated: bool = True
 
     @property
     def of_keys(self) -> bool:
@@ -81,7 +81,7 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.KV: (Field("k"), Field("v", _V_SHAPE)),
     Kind.PARTIAL: (_OUT._replace(dtype="sum"), _LSE),
     Kind.Q_DOUT_STATS: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
-    Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
+    Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(is_allocated=False), _LSE._replace(is_allocated=False)),
     Kind.DQ: (Field("dq", dtype="sum"),),
     Kind.DKV: (_DK._replace(dtype="sum"), _DV._replace(dtype="sum")),
     Kind.DQ_WIRE: (Field("dq", dtype="wire"),),
@@ -279,7 +279,9 @@ class TokenBytes:
         """Bytes of one token of `kind`, of some heads."""
         counts = heads.counts(self.num_heads, self.num_kv_heads)
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
-        return sum(math.prod(f.row(counts, self.qk_dim, self.v_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
+        return sum(
+            math.prod(f.row(counts, self.qk_dim, self.v_dim)) * size[f.dtype] for f in FIELDS[kind] if f.is_allocated
+        )
 
 
 class LinkBytes(NamedTuple):

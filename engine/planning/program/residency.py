@@ -115,19 +115,19 @@ class ChunkedBlock:
         return value
 
     def read(
-        self, planned: Iterable[Residency], whole: Value, fill: Fill | None = None, *, keep: bool = True
+        self, planned: Iterable[Residency], whole: Value, fill: Fill | None = None, *, always_store: bool = True
     ) -> ResidentChunks:
         """Bring chunks of an operand for their residencies.
 
-        fill   makes a chunk where it is used first; without it the operand is given whole
-        keep   store what was filled even if this pass does not need it again
+        fill           makes a chunk where it is used first; without it the operand is given whole
+        always_store   store what was filled even if this pass does not need it again
         """
         resident = ResidentChunks()
         for residency in planned:
             if residency.opens and fill:
                 value = self.part(whole.kind, residency.chunk) if self.on_host else whole
                 fill(residency.chunk, residency.first, value)
-                if self.on_host and (keep or not residency.closes):
+                if self.on_host and (always_store or not residency.closes):
                     self.program.move(value, whole, self.rows[residency.chunk], When(residency.first, residency.first))
             else:
                 value = self.load(residency.first, whole, whole.kind, residency.chunk)
