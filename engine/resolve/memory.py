@@ -1,9 +1,10 @@
-"""memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
+"""memory=auto: select the fastest checkpoint policy that fits into memory. No torch.
 
-Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; with the optimizer
-on the host where none fits, or a faster one then does. Their memory is predicted (`engine.training.fake_run.memory`) in
-the order of a step's seconds (`engine.predict.step_time`) until one fits. What one keeps is known without either,
-so that those that are hopeless, or slower for certain than one that is not, need neither.
+A candidate stores saved tensors on the device or on the host, and runs projections and MLP whole or in tiles. The
+optimizer moves to the host if no candidate fits otherwise, or if a faster one then fits. Peak memory is predicted
+(`engine.training.fake_run.memory`) in the order of step time (`engine.predict.step_time`) until one fits. The bytes
+that a policy saves are counted without a prediction, so candidates that cannot fit, or are certainly slower, are
+skipped.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from engine.resolve.degrees import sequence_topology
 from engine.resolve.legality import legal_attention
 from engine.runs.record import policy_name
 
-# Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
+# Step times closer than this share are a tie: the policy with the fewest moved bytes and tiles wins.
 TIE_TOLERANCE = 0.01
-MOST_GUESSES = 2  # of how many layers of a policy keep on the host
+MOST_GUESSES = 2  # of the number of layers that a policy offloads to the host
 MOST_PREDICTED = 12  # candidates in a round, about a second each
 LEAST_TILE_TOKENS = 1024
-TILE_SHARE = 0.01  # of the device, for what a tile computes
+TILE_SHARE = 0.01  # of the device, for the intermediates of a tile
 _POLICIES: tuple[dict[str, Any], ...] = (
     {"activation_checkpoint": "none"},
     {"activation_checkpoint": "attn_out"},
@@ -46,9 +47,9 @@ _POLICIES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class MemoryCandidate:
-    """A policy with what it costs, and what it needs where that was predicted.
+    """A memory policy, its costs, and its memory if that was predicted.
 
-    step_s       seconds of a step; None: another one is faster for certain, and may fit
+    step_s   seconds of a step; None: not predicted, since another candidate is certainly faster and may fit
     """
 
     memory: MemoryConfig
@@ -59,12 +60,12 @@ class MemoryCandidate:
 
     @property
     def fits(self) -> bool | None:
-        """On the device and on the host; None: not predicted."""
+        """Whether the policy fits on the device and on the host; None: not predicted."""
         return None if self.fit is None else self.fit.fits
 
     @property
     def name(self) -> str:
-        """The policy in words that name its settings."""
+        """The policy as text that names its settings."""
         return policy_name(self.memory)
 
     @property
@@ -85,7 +86,7 @@ class MemoryCandidate:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for tables and JSON; null what was not predicted."""
+        """Return plain values for tables and JSON; None where nothing was predicted."""
         found, cost = self.prediction, self.cost
         return {
             "name": self.name,
@@ -106,7 +107,7 @@ class MemoryCandidate:
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """The memory policy of a run, and why; `candidates`: all that it was chosen from, the chosen one first."""
+    """The memory policy of a run, and why; `candidates`: all candidates, the selected one first."""
 
     memory: MemoryConfig
     decision: Decision
@@ -114,12 +115,12 @@ class MemoryChoice:
 
     @property
     def prediction(self) -> MemoryPrediction | None:
-        """Of the policy that was chosen; None where it was configured."""
+        """The predicted memory of the selected policy; None if it was configured."""
         return self.candidates[0].prediction if self.candidates else None
 
     @property
     def fits(self) -> bool:
-        """Whether the chosen policy does; a configured one counts as if it did."""
+        """Whether the selected policy fits; a configured one is assumed to."""
         return self.decision.rule != Rule.NEAREST_TO_FIT
 
 
@@ -130,21 +131,21 @@ def resolve_memory(
     capacity: Capacity | None,
     predict: Predict | None,
 ) -> MemoryChoice:
-    """The fastest memory policy that fits, else the one that lacks least; that of a config that names one is kept.
+    """Return the fastest memory policy that fits, else the one closest to fitting; a named policy is unchanged.
 
-    The one search of `engine.resolve.run`: each policy on trial has its method, its cost and its seconds, and some a
+    This is the only search of `engine.resolve.run`: every candidate has its method, cost and step time, and some have a
     prediction of memory.
 
     Args:
-        config: names a preset of attention.
-        world: all ranks of the run.
-        machine: on which steps are predicted.
-        capacity: the memory that there is; None: unknown.
-        predict: predicts the memory of a configuration with its method; None: nothing can.
+        config: A configuration that names an attention preset.
+        world: All ranks of the run.
+        machine: Device and links for which step times are predicted.
+        capacity: Memory of device and host; None: unknown.
+        predict: Predicts the memory of a configuration with its method; None: no prediction is possible.
 
     Raises:
-        ConfigError: no policy is legal, or there is nothing to search by.
-        RunError: `predict` fails.
+        ConfigError: No policy is legal, or capacity or prediction is missing.
+        RunError: `predict` failed.
     """
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config.memory, Decision(_SETTING, policy_name(config.memory), Rule.CONFIGURED))
@@ -167,7 +168,7 @@ _SETTING = "memory.activation_checkpoint"
 
 
 class _Search:
-    """Policies on trial: a run whose attention is resolved, its ranks, the memory and the speed they have."""
+    """The candidates of a run with resolved attention; their costs, methods, step times and predictions so far."""
 
     def __init__(
         self, config: RunConfig, world: Topology, capacity: Capacity, machine: Machine, predict: Predict
@@ -182,7 +183,7 @@ class _Search:
         self._predictions: dict[MemoryConfig, MemoryPrediction] = {}
 
     def candidates(self) -> list[MemoryCandidate]:
-        """All, the best first, then those that were not tried, by time, then those that were, the nearest first."""
+        """Return the best candidate, then untried ones by step time, then tried ones by headroom."""
         best = self._best()
         tried = sorted(self._predictions, key=lambda policy: -self._expected(policy).headroom_bytes)
         others = [policy for policy in map(self._placed, self._legal) if policy not in self._predictions]
@@ -195,12 +196,12 @@ class _Search:
         return MemoryCandidate(memory, self._cost(memory), self._seconds.get(memory), found, fit)
 
     def _best(self) -> MemoryConfig:
-        """The fastest that fits, else the one of those predicted that lacks least."""
+        """Return the fastest policy that fits, else the predicted one closest to fitting."""
         problems: list[str] = []
         found: MemoryConfig | None = None
         for memories in _rounds(self._config, self._world, self._capacity):
             if found is not None and not self._cost(found).recompute_flops + self._cost(found).moved_bytes:
-                return found  # with the optimizer on the host nothing would be faster
+                return found  # an optimizer on the host would not be faster
             legal = []
             for memory in memories:
                 try:
@@ -209,7 +210,7 @@ class _Search:
                 except ConfigError as error:  # tiles under tensor parallelism
                     problems += error.problems
             self._legal += legal
-            # What keeps least by its own working set alone: that of others, which may need more, has ruled it out.
+            # Full recomputation may have been excluded by the working set of other policies: judge it by its own.
             lean = [memory for memory in legal if memory.activation_checkpoint == "full"]
             found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, same_policy=True)
         if found is not None:
@@ -224,7 +225,7 @@ class _Search:
     def _first_that_fits(
         self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, same_policy: bool = False
     ) -> MemoryConfig | None:
-        """The fastest that fits, if it is faster than another one; `same_policy`: as `_expected`."""
+        """Return the fastest policy that fits, if it is faster than `than`; `same_policy`: see `_expected`."""
         within_s = math.inf if than is None else self._step_s(than) * (1 - TIE_TOLERANCE)
         for _ in range(MOST_PREDICTED):
             placed = [self._placed(memory, same_policy=same_policy) for memory in memories]
@@ -237,7 +238,7 @@ class _Search:
         return None
 
     def _fastest(self, hopeful: Sequence[MemoryConfig]) -> MemoryConfig:
-        """The one that takes least time; of those alike the one that moves nothing and is whole."""
+        """Return the policy with the shortest step; ties go to those without offloading and tiles."""
         costs = [self._cost(policy) for policy in hopeful]
         timed = [policy for policy in hopeful if not any(_is_faster(cost, self._cost(policy)) for cost in costs)]
         least_s = min(map(self._step_s, timed))
@@ -256,22 +257,22 @@ class _Search:
         return self._seconds[memory]
 
     def _method(self, memory: MemoryConfig) -> AttentionMethod:
-        """That of the run under this policy: what is attended again may divide the sequence otherwise."""
+        """Return the attention method under this policy: recomputed attention may need another layout."""
         if memory not in self._methods:
             config, method = replace(self._config, memory=memory), self._legal_method(memory)
             self._methods[memory], _ = circulate(config, method, self._group, self._machine)
         return self._methods[memory]
 
     def _legal_method(self, memory: MemoryConfig) -> AttentionMethod:
-        """The same without a choice of what circulates, which costs of memory do not depend on."""
-        kinds = checkpoint_kinds(memory), memory.saved_fraction  # all of a policy that a method can follow from
+        """Return the method before its moving operand is selected: costs of memory do not depend on that."""
+        kinds = checkpoint_kinds(memory), memory.saved_fraction  # all that a method depends on
         if kinds not in self._legal_methods:
             config = replace(self._config, memory=memory)
             self._legal_methods[kinds] = legal_attention(config, self._group)
         return self._legal_methods[kinds]
 
     def _cost(self, memory: MemoryConfig) -> PolicyCost:
-        """Raises ConfigError where the configuration cannot run with this policy."""
+        """Return the cost of a policy. Raises ConfigError if the configuration cannot run with it."""
         if memory not in self._costs:
             config = replace(self._config, memory=memory)
             self._costs[memory] = policy_cost(config, self._legal_method(memory))
@@ -284,9 +285,9 @@ class _Search:
         return self._expected(memory)
 
     def _expected(self, memory: MemoryConfig, *, same_policy: bool = False) -> Fit:
-        """As predicted; else with the most that those that work alike need beside what they have at least.
+        """Return the predicted fit; else an estimate from the working set of similar policies that were predicted.
 
-        same_policy   reckon with what the same policy needed, not with others like it: what is computed again differs
+        same_policy   estimate from predictions of the same policy alone, since others recompute different parts
         """
 
         def alike(policy: MemoryConfig) -> tuple[Any, ...]:
@@ -309,11 +310,11 @@ class _Search:
         return self._capacity.fit(device, host)
 
     def _placed(self, memory: MemoryConfig, *, same_policy: bool = False) -> MemoryConfig:
-        """The policy with as few layers on the host as leave the others room on the device.
+        """Return the policy with the fewest layers on the host for which the others fit on the device.
 
-        As it is where nothing lies on the host, where not even all layers there are enough, where it is resolved, and
-        where none need be there: that is a candidate of its own. And where two guesses were wrong: the peak then hardly
-        depends on the layers, and a step of one at a time would use up all predictions.
+        Unchanged if it offloads nothing, if offloading all layers is not enough, if `host_layers` is set, or if no
+        layer needs to be on the host, which is a separate candidate. Also unchanged after MOST_GUESSES wrong guesses:
+        the peak then hardly depends on the layers, and adding one at a time would use up all predictions.
         """
 
         def has_room(**changes: Any) -> bool:
@@ -331,13 +332,13 @@ class _Search:
 
 
 def _is_faster(policy: PolicyCost, other: PolicyCost) -> bool:
-    """Whether a policy computes nothing again and moves nothing that the other does not, and less of something."""
+    """Return whether `policy` recomputes and moves no more than `other`, and less of something."""
     costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (policy, other)]
     return costs[0] != costs[1] and all(less <= more for less, more in zip(*costs, strict=True))
 
 
 def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[list[MemoryConfig]]:
-    """With and without tiles; then with the optimizer on the host. What the configuration says is not changed.
+    """Yield policies with and without tiles; then with the optimizer on the host. Configured settings stay as they are.
 
     Host memory of unknown size is not used.
     """
@@ -361,10 +362,10 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
 
 
 def _tile_tokens(config: RunConfig, rows: int, capacity: Capacity) -> int:
-    """Rows of a tile: as many as a matrix of the layer is wide, for fast products, and more where there is room.
+    """Return the rows of a tile: at least the width of the layer's matrices, for fast products; more if memory allows.
 
-    For every tile adds its gradients to those of all weights. Room: an eighth of the rows, and of the device a little
-    for gate, up, their product and the gradients of these.
+    Larger tiles are faster because each adds its gradients to those of all weights. The limits are an eighth of the
+    rows, and a small share of the device (TILE_SHARE) for gate, up, their product and the gradients of these.
     """
     model = config.model
     row_bytes = 6 * model.ffn_hidden_size * BYTES_OF[config.train.compute_dtype]
