@@ -20,8 +20,8 @@ from engine.planning.program.buffers import Rows, Value
 from engine.planning.program.ops import HeadPart, Kind, OpName
 from engine.planning.program.program import Program, When
 
-Fill = Callable[[int, int, Value], object]  # (chunk, step, value): emit what fills a chunk before `step`
-Finish = Callable[[int, int, Value], object]  # (chunk, step, value): emit what takes a sum complete after `step`
+Fill = Callable[[int, int, Value], object]  # (chunk, step, value): emits ops that fill a chunk before `step`
+Finish = Callable[[int, int, Value], object]  # (chunk, step, value): emits ops that use a sum complete after `step`
 
 
 class Residency(NamedTuple):
@@ -119,8 +119,8 @@ class ChunkedBlock:
     ) -> ResidentChunks:
         """Bring chunks of an operand for their residencies.
 
-        fill           makes a chunk where it is used first; without it the operand is given whole
-        always_store   store what was filled even if this pass does not need it again
+        fill           fills a chunk before its first use; None: the whole operand is an argument
+        always_store   store filled chunks even if this pass does not need them again
         """
         resident = ResidentChunks()
         for residency in planned:

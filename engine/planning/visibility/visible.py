@@ -1,8 +1,8 @@
 """Visibility between the blocks of a layout under a mask, in rank-local rows: bands, and the rows that are needed.
 
 Blocks are segments (arithmetic progressions of positions); a mask is a table of rectangles with bands. All segments
-that overlap in a rectangle are found together, for one block against all or for all pairs: a rank that makes its own
-plan must know how far every block moves, hence what every pair of ranks shares.
+that overlap in a rectangle are found together, for one block against all or for all pairs: to plan its part a rank
+must know how far every block moves, hence the visibility of every pair of ranks.
 """
 
 from __future__ import annotations
