@@ -43,7 +43,7 @@ def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
     requested_bytes the allocation that failed
     capacity_bytes  memory of the device
 
-    What is not known is None. Reads counters only: those of the CUDA allocator where this process uses CUDA, else the
+    Unknown values are None. Reads counters only: those of the CUDA allocator where this process uses CUDA, else the
     resident set.
     """
     origin = _origin(error)
@@ -81,7 +81,7 @@ def peak_resident_bytes(status: str = "/proc/self/status") -> int:
 def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:
     """Return settings that reduce the memory of a rank of `config`, cheapest first; never empty.
 
-    On the CPU device and host memory are one: stores on the host only help a GPU, and have a bound of their own there.
+    On the CPU, device and host memory are the same, so host stores help only a GPU, where they have a separate limit.
     """
     memory, chunk_tokens = config.memory, LossConfig().chunk_tokens
     on_gpu, keeps = config.cluster.backend != "gloo", memory.activation_store == "host"
@@ -148,7 +148,7 @@ def _requested_bytes(origin: BaseException) -> int | None:
 def _on_cuda() -> tuple[str, int | None, str, int | None]:
     """Return device, peak, its source and capacity from the caching allocator of this process, if it uses CUDA."""
     torch = sys.modules.get("torch")  # never imported here: a rank that ran out of memory before that has no allocator
-    with contextlib.suppress(RuntimeError):  # the device is gone
+    with contextlib.suppress(RuntimeError):  # the device was lost
         if torch is not None and torch.cuda.is_initialized():
             index = torch.cuda.current_device()
             peak = int(torch.cuda.max_memory_allocated(index))
