@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention.transport import P2POp, Transport
 from engine.planning.program.ops import Buffer, LocalOp, RankPlan, Tile, Transfer, View
 
-CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
+MAX_CACHED_CUTS = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
 
 
@@ -111,7 +111,7 @@ class Execution:
         all of its rows.
         """
         if view not in self._cut:
-            if len(self._cut) == CUTS_KEPT:
+            if len(self._cut) == MAX_CACHED_CUTS:
                 self._cut.clear()
             fields = self._buffer(view.buffer)
             if view.stop - view.start < self.plan.buffers[view.buffer].rows:

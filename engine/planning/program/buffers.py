@@ -61,7 +61,7 @@ class Value(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """What its rows hold."""
+        """The kind of its rows."""
         return self.buffer_class.kind
 
     def view(self, rows: Rows) -> View:

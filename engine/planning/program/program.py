@@ -1,7 +1,7 @@
-"""What one rank does in one pass: values that are written once, and ops on them by step.
+"""The program of one rank in one pass: values that are written once, and ops on them by step.
 
 A schedule is an ordinary function that calls `send`, `recv`, `tile`, `before`, `after` for one rank. Both ends of a
-message say the same steps and channel, each for itself; `_tag_transfers` gives it the same tag on both. `finish` maps
+message are planned separately with the same steps and channel; `_tag_transfers` gives both the same tag. `finish` maps
 values to buffers (`program.buffers`).
 """
 

@@ -126,7 +126,7 @@ def test_host_memory_can_be_what_is_missing() -> None:
     assert found.needs.endswith(", 800 GiB of 100 GiB of host memory per node")
     assert found.problems[0].startswith(
         "does not fit: 4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal), by the prediction"
-        ". Largest, per rank: checkpoints 200 GiB. What helps: 800 GiB of host memory per node or more would do"
+        ". Largest, per rank: checkpoints 200 GiB. What helps: 800 GiB or more of host memory per node would be enough"
     )
 
 

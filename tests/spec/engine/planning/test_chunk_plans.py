@@ -93,6 +93,6 @@ def test_the_first_chunks_exchange_does_not_wait_for_the_last():
 def test_all_ranks_have_equally_many_chunks(seq_len, expected):
     chosen = method(2, chunk_tokens=4)
     assert divide_sequence(chosen, seq_len).chunks == expected
-    rows = divide_sequence(chosen, seq_len).home.row_counts
+    rows = divide_sequence(chosen, seq_len).rank_layout.row_counts
     assert sum(rows) == seq_len
     assert max(rows) <= 4 * expected
