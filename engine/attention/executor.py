@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.attention.transport import P2POp, Transport
-from engine.planning.program.ops import Buffer, LocalOp, RankPlan, Tile, Transfer, View
+from engine.planning.program.ops import Buffer, Kind, LocalOp, RankPlan, Tile, Transfer, View
 
 CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
@@ -137,13 +138,17 @@ class Execution:
         return Operand(self.plan.buffers[view.buffer], self._rows(view))
 
     def _p2p_op(self, transfer: Transfer) -> P2POp:
-        tensors = self._wires.get(transfer.view) or self._wire(transfer.view)
         into: tuple[Tensor, ...] = ()
-        if transfer.source is not None:
-            into, tensors = tensors, self._wire(transfer.source)
+        if transfer.source is None:
+            tensors = self._wires.get(transfer.view) or self._wire(transfer.view)
+        else:
+            tensors, into = (self._wire(view, transfer.kind) for view in (transfer.source, transfer.view))
         return P2POp(transfer.tag, transfer.op, transfer.channel, transfer.peer, tensors, into)
 
-    def _wire(self, view: View) -> tuple[Tensor, ...]:
+    def _wire(self, view: View, kind: Kind | None = None) -> tuple[Tensor, ...]:
+        """The tensors of a view that travel; `kind`: those of its fields alone."""
+        if kind is not None:
+            return self._arithmetic.wire_fields(replace(self.plan.buffers[view.buffer], kind=kind), self._rows(view))
         if view not in self._wires:
             self._wires[view] = self._arithmetic.wire_fields(*self._operand(view))
         return self._wires[view]

@@ -155,7 +155,8 @@ def _renumbered(step: Step, buffer_of: dict[int, int]) -> Step:
         return LocalOp(op.op, moved(op.dst), op.src and moved(op.src))
 
     def moved_transfer(end: Transfer) -> Transfer:
-        return Transfer(end.tag, end.op, end.channel, end.peer, moved(end.view), end.source and moved(end.source))
+        tag, op, channel, peer, view, source, kind = end
+        return Transfer(tag, op, channel, peer, moved(view), source and moved(source), kind)
 
     def moved_tile(tile: Tile) -> Tile:
         q, kv, sums, band, kv_sums, *rest = tile
