@@ -31,7 +31,8 @@ class Arithmetic(Protocol):
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Compute one tile; `fields` has q, kv, sums and, in backward, kv_sums, cut to the tile's rows.
 
-        In one step the fields of a view are mostly the same object.
+        Fields of the same dictionary are the same rows. Different ones may be too: where many views are cut, a view is
+        cut again. So the identity of a dictionary may save work, and results must not depend on it.
         """
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
@@ -106,11 +107,7 @@ class Execution:
         return fields
 
     def _rows(self, view: View) -> Fields:
-        """Tensors of a view's rows.
-
-        Mostly the same dictionary for the same view (the arithmetic knows sums by identity), and the buffer's own for
-        all of its rows.
-        """
+        """Tensors of a view's rows; the buffer's own dictionary for all of them (see `Arithmetic.run_tile`)."""
         if view not in self._cut:
             if len(self._cut) == CUTS_KEPT:
                 self._cut.clear()

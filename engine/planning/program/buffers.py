@@ -159,8 +159,8 @@ def _renumbered(step: Step, buffer_of: dict[int, int]) -> Step:
         return Transfer(tag, op, channel, peer, moved(view), source and moved(source), kind)
 
     def moved_tile(tile: Tile) -> Tile:
-        q, kv, sums, band, kv_sums, *rest = tile
-        return Tile(moved(q), moved(kv), moved(sums), band, kv_sums and moved(kv_sums), *rest)
+        q, kv, sums, band, kv_sums, stores, stores_kv, heads = tile
+        return Tile(moved(q), moved(kv), moved(sums), band, kv_sums and moved(kv_sums), stores, stores_kv, heads)
 
     return Step(
         step.index,
