@@ -8,6 +8,7 @@ the old one.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
@@ -78,33 +79,41 @@ def buffer_of_value(value: Value) -> Buffer:
 def allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPlan:
     spans = _lifetimes(steps)
     buffers: list[Buffer] = []
-    free_after: list[int | None] = []  # last use of each buffer; None: never reused
-    alike: defaultdict[BufferClass, list[int]] = defaultdict(list)  # buffers
+    pools: defaultdict[BufferClass, _Pool] = defaultdict(_Pool)
     buffer_of: dict[int, int] = {}
     order = sorted(
         (v for v in values if v.argument or v.number in spans), key=lambda v: spans.get(v.number, (-1, -1))[0]
     )
     for value in order:
-        rows = value.rows.stop - value.rows.start
-        chosen = None if value.argument else _free_buffer(alike[value.buffer_class], free_after, spans[value.number][0])
+        rows, pool = value.rows.stop - value.rows.start, pools[value.buffer_class]
+        chosen = None if value.argument else pool.take(spans[value.number][0])
         if chosen is None:
             chosen = len(buffers)
             buffers.append(buffer_of_value(value))
-            free_after.append(None)
-            alike[value.buffer_class].append(chosen)
-        if buffers[chosen].rows < rows:
+        elif buffers[chosen].rows < rows:
             buffers[chosen] = replace(buffers[chosen], rows=rows)
-        free_after[chosen] = None if value.argument else spans[value.number][1]
+        if not value.argument:  # those of arguments live as long as the plan runs
+            pool.put(chosen, last_use=spans[value.number][1])
         buffer_of[value.number] = chosen
     return RankPlan(rank, tuple(buffers), tuple(_renumbered(step, buffer_of) for step in steps))
 
 
-def _free_buffer(alike: list[int], free_after: list[int | None], start: int) -> int | None:
-    for index in alike:
-        last = free_after[index]
-        if last is not None and last < start:
-            return index
-    return None
+class _Pool:
+    """Buffers of one class, for values in the order of their first use."""
+
+    def __init__(self) -> None:
+        self._in_use: list[tuple[int, int]] = []  # heap of (last use, buffer)
+        self._free: list[int] = []  # heap
+
+    def put(self, buffer: int, *, last_use: int) -> None:
+        """Add a buffer that the next values may take after its last use."""
+        heapq.heappush(self._in_use, (last_use, buffer))
+
+    def take(self, first_use: int) -> int | None:
+        """Take the lowest buffer whose last use is before `first_use`, which never decreases; None: there is none."""
+        while self._in_use and self._in_use[0][0] < first_use:
+            heapq.heappush(self._free, heapq.heappop(self._in_use)[1])
+        return heapq.heappop(self._free) if self._free else None
 
 
 def _lifetimes(steps: tuple[Step, ...]) -> dict[int, tuple[int, int]]:
@@ -146,11 +155,12 @@ def _renumbered(step: Step, buffer_of: dict[int, int]) -> Step:
         return LocalOp(op.op, moved(op.dst), op.src and moved(op.src))
 
     def moved_transfer(end: Transfer) -> Transfer:
-        return Transfer(end.tag, end.op, end.channel, end.peer, moved(end.view), end.source and moved(end.source))
+        tag, op, channel, peer, view, source, kind = end
+        return Transfer(tag, op, channel, peer, moved(view), source and moved(source), kind)
 
     def moved_tile(tile: Tile) -> Tile:
-        q, kv, sums, band, kv_sums, *rest = tile
-        return Tile(moved(q), moved(kv), moved(sums), band, kv_sums and moved(kv_sums), *rest)
+        q, kv, sums, band, kv_sums, stores, stores_kv, heads = tile
+        return Tile(moved(q), moved(kv), moved(sums), band, kv_sums and moved(kv_sums), stores, stores_kv, heads)
 
     return Step(
         step.index,

@@ -186,7 +186,7 @@ class Transfer(NamedTuple):
     """One end of a message; `tag` is the same number at both ends.
 
     load (host to device) and store (device to host) have one end: they read `source` and write `view`, and `peer` is
-    the rank itself.
+    the rank itself. With a `kind` they move its fields alone, which both buffers have among others.
     """
 
     tag: int
@@ -195,6 +195,7 @@ class Transfer(NamedTuple):
     peer: int
     view: View
     source: View | None = None
+    kind: Kind | None = None
 
 
 class LocalOp(NamedTuple):
@@ -313,7 +314,7 @@ class AttentionPlan:
             intra = inter = host = 0
             for transfer in plan.transfers():
                 view, buffer = transfer.view, plan.buffers[transfer.view.buffer]
-                size = (view.stop - view.start) * token_bytes.of(buffer.kind, buffer.heads)
+                size = (view.stop - view.start) * token_bytes.of(transfer.kind or buffer.kind, buffer.heads)
                 if transfer.op in ("load", "store"):
                     host += size
                 elif transfer.op == "send":

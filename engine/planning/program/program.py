@@ -108,14 +108,14 @@ class Program:
         """Receive rows that another rank sends into a value."""
         self._transfer("recv", value, rows, source, channel, when)
 
-    def move(self, source: Value, target: Value, rows: Rows, when: When) -> None:
-        """Load (host to device) or store (device to host) rows."""
+    def move(self, source: Value, target: Value, rows: Rows, when: When, kind: Kind | None = None) -> None:
+        """Load (host to device) or store (device to host) rows; `kind`: only the fields of that kind."""
         if rows.start < rows.stop:
             assert {source.buffer_class.where, target.buffer_class.where} == {"device", "host"}, (source, target)
             loads = source.buffer_class.where == "host"
             channel = Channel.TO_DEVICE if loads else Channel.TO_HOST
             op: Literal["load", "store"] = "load" if loads else "store"
-            transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows))
+            transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows), kind)
             self.transfers.append(ProgramTransfer(self._during(when), target.owner, transfer))
 
     def tile(

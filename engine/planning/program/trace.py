@@ -65,7 +65,8 @@ def _transfer(values: Sequence[Value], end: ProgramTransfer) -> str:
     transfer, (post, wait) = end.transfer, end.when
     until = f", until step {wait}" if wait != post else ""
     if transfer.source is not None:
-        return f"{transfer.op:7}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
+        fields = f"{transfer.kind} of " if transfer.kind else ""
+        return f"{transfer.op:7}{fields}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
     way = "to" if transfer.op == "send" else "from"
     link = f"({_LINKS[transfer.channel]}{until})"
     return f"{transfer.op:7}{_name(values, transfer.view)} {way} rank {transfer.peer} {link}"

@@ -305,8 +305,8 @@ class Backward(_RankChunks):
 
         def fill(chunk: int, step: int, value: Value) -> None:
             rows = self.chunks.rows[chunk]
-            if self.chunks.on_host:
-                self.program.move(whole, value, rows, When(step - self.chunks.lead, step - 1))
+            if self.chunks.on_host:  # the other fields are made here
+                self.program.move(whole, value, rows, When(step - self.chunks.lead, step - 1), Kind.Q)
             self.head_group.to_heads(chunk, step, dout, value)
             if kind == Kind.Q_DOUT_STATS:
                 results = self.chunks.load(step, out_lse, Kind.OUT_LSE, chunk)
