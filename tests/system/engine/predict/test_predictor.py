@@ -80,6 +80,7 @@ def test_a_failed_process_is_replaced(predictor: Predictor) -> None:
     assert predictor.predict(run_of(4), METHOD, WORLD).rank == 1
 
 
+@pytest.mark.usefixtures("predictor")  # which makes the fake server importable
 def test_a_silent_process_is_an_error() -> None:
     hasty = Predictor("fake_predict_server", timeout_s=0.5)
     with pytest.raises(RunError, match="did not end within"):
