@@ -26,7 +26,7 @@ from burst_cli.plan.memory_check import (
 )
 from burst_cli.plan.table import candidates_table
 from burst_cli.runs.starts import earlier_start_s
-from cluster.control.runner import Asked, Survey, runner_for, runner_of
+from cluster.control.runner import Survey, SurveyOptions, runner_for, runner_of
 from cluster.plan import CONFIG_FILE, PLAN_FILE, LaunchPlan, with_exclusive, with_files
 from cluster.ssh.hosts import fold_nodes
 from engine.config.errors import ConfigError
@@ -84,7 +84,7 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
         room = check_room(composed.config, run_path, force=request.force)
     resumed = given.name if given is not None and request.base is not None else None
     typed, busy = request.overrides, render.stderr().status
-    asked = Asked(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
+    asked = SurveyOptions(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
     survey = runner.survey(composed.config, asked)
     plan = survey.plan(survey.config, run_path)
     check_run(plan.config)  # once more: the number of ranks is known only now
@@ -94,9 +94,9 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     if request.force:
         plan = with_exclusive(plan, exclusive=False)
     # Of a scheduler's nodes nothing is known yet that would tell how fast they are.
-    is_patient = request.force or request.dry_run
+    allow_slow = request.force or request.dry_run
     start_s = earlier_start_s(request.runs_dir, composed.config.exp, memory.config.cluster.world_size, given)
-    notes = () if runner.is_queued else _expected_time(memory, start_s, is_patient=is_patient)
+    notes = () if runner.is_queued else _expected_time(memory, start_s, allow_slow=allow_slow)
     return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + room + notes)
 
 
@@ -135,17 +135,17 @@ def _with_local_rates(config: RunConfig) -> RunConfig:
     return replace(config, cluster=replace(config.cluster, machine=measured))
 
 
-def _expected_time(memory: MemoryCheck, start_s: float | None, *, is_patient: bool) -> tuple[str, ...]:
+def _expected_time(memory: MemoryCheck, start_s: float | None, *, allow_slow: bool) -> tuple[str, ...]:
     """What to say of the time that a run takes, or nothing where it cannot be predicted.
 
-    Raises ConfigError where a step on CPUs takes longer than MOST_STEP_S, unless `is_patient`.
+    Raises ConfigError where a step on CPUs takes longer than MOST_STEP_S, unless `allow_slow`.
     """
     config = memory.config
     found = None if config.train.evaluate_only else estimate(memory.run, memory.step, start_s)
     if found is None:
         return ()
     step = f"{_time(found.step_s)} per step"
-    if config.cluster.backend == "gloo" and found.step_s > MOST_STEP_S and not is_patient:
+    if config.cluster.backend == "gloo" and found.step_s > MOST_STEP_S and not allow_slow:
         raise ConfigError(
             f"too slow: {step} is expected on the CPU, by {found.source}; expected at most {_time(MOST_STEP_S)}. Run "
             "it where GPUs are, choose a smaller model or a shorter sequence. To start it all the same, add --force."
