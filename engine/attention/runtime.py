@@ -36,7 +36,7 @@ class SavedAttention:
 
 
 @dataclass(frozen=True)
-class KeptResults:
+class SavedResults:
     """Attention's out and lse of the last rows, as `SavedAttention` has them: those not computed again."""
 
     out: Tensor
@@ -113,38 +113,38 @@ class AttentionRuntime:
         return Execution(plan, arithmetic, self.transport, arguments)
 
     def attend_again(
-        self, operands: tuple[Tensor, Tensor, Tensor], kept: KeptResults | None, device: torch.device
+        self, operands: tuple[Tensor, Tensor, Tensor], results: SavedResults | None, device: torch.device
     ) -> tuple[Tensor, SavedAttention]:
-        """(out, what was saved) of the forward pass for contiguous q, k, v, given what was `kept` of them."""
+        """Run forward again for contiguous q, k, v, given saved `results` of the last rows; (out, saved tensors)."""
         q, k, v = operands
-        if self.recompute is None or kept is None:
+        if self.recompute is None or results is None:
             execution = self.forward_execution(q, k, v, device)
             execution.run()
             return self.collect(execution, q, k, v)
         joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
-        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(kept))
+        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(results))
         execution.run()
         out, saved = self.collect(execution, q, k, v)
         if joins:
             del execution, out  # and the partial result, before there is memory for all rows
-            saved = replace(saved, out=_joined(saved.out, kept.out), lse=_joined(saved.lse, kept.lse))
+            saved = replace(saved, out=_joined(saved.out, results.out), lse=_joined(saved.lse, results.lse))
             out = saved.out
         return out, saved
 
-    def kept_of(self, saved: SavedAttention) -> KeptResults:
+    def saved_results(self, saved: SavedAttention) -> SavedResults:
         """Results of the rows whose attention is not computed again; the views of more where the host holds them.
 
         On the host nothing is cut off: what is still on its way there must not be copied by the host.
         """
         first = 0 if self.on_host or self.recompute is None else self.recomputed_rows
-        return KeptResults(saved.out[first:], saved.lse[first:])
+        return SavedResults(saved.out[first:], saved.lse[first:])
 
-    def _completed(self, kept: KeptResults) -> Fields:
+    def _completed(self, results: SavedResults) -> Fields:
         """Tensors of all rows with the kept ones in place."""
         rows = self.recomputed_rows
         if rows == 0 or self.on_host:
-            return {"out": kept.out, "lse": kept.lse}
-        return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
+            return {"out": results.out, "lse": results.lse}
+        return {name: _with_room(rows, tensor) for name, tensor in (("out", results.out), ("lse", results.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, v_dim], what to save) after the forward pass ran."""
@@ -198,7 +198,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, kept: KeptResults | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, kept: SavedResults | None
     ) -> Tensor:
         device, num_kv_heads = q.device, k.shape[1]
         q, k, v = (runtime.stored(x) for x in (q, k, v))
@@ -250,7 +250,7 @@ class PlannedAttention:
 
 
 def run_attention(
-    q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, kept: KeptResults | None = None
+    q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, kept: SavedResults | None = None
 ) -> Tensor:
     """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
     folded into the heads. With `kept`, what `record_attention` returned for equal operands, those results are taken.
@@ -262,24 +262,24 @@ def run_attention(
 
 
 @torch.no_grad()
-def record_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> tuple[Tensor, KeptResults]:
+def record_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> tuple[Tensor, SavedResults]:
     """`run_attention` without a graph; also the results that need not be computed again when it is repeated."""
     operands = (runtime.stored(_fold(q)), runtime.stored(_fold(k)), runtime.stored(_fold(v)))
     out, saved = runtime.attend_again(operands, None, q.device)
-    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.kept_of(saved)
+    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.saved_results(saved)
 
 
-def _joined(first: Tensor, kept: Tensor) -> Tensor:
+def _joined(first: Tensor, last: Tensor) -> Tensor:
     """Recomputed first rows and the others, which were kept; no copy where either has none."""
-    if first.shape[0] and kept.shape[0]:
-        return torch.cat([first, kept])
-    return first if first.shape[0] else kept
+    if first.shape[0] and last.shape[0]:
+        return torch.cat([first, last])
+    return first if first.shape[0] else last
 
 
-def _with_room(rows: int, kept: Tensor) -> Tensor:
+def _with_room(rows: int, last: Tensor) -> Tensor:
     """A copy behind `rows` uninitialised rows."""
-    whole = kept.new_empty(rows + kept.shape[0], *kept.shape[1:])
-    whole[rows:].copy_(kept)
+    whole = last.new_empty(rows + last.shape[0], *last.shape[1:])
+    whole[rows:].copy_(last)
     return whole
 
 
