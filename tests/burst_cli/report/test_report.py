@@ -118,6 +118,7 @@ def test_record_joins_the_files_of_a_run(reported, runs_dir: Path) -> None:
     assert (record["step_time_s"], record["step_time_s_n"]) == (pytest.approx(0.3), 3)
 
 
+@pytest.mark.usefixtures("runs_dir")
 def test_failed_run_has_figures_of_its_steps(reported) -> None:
     completed, failed = reported("tiny")
     assert (failed["status"], failed["failure"]) == ("failed", {"rank": 1, "message": "no"})
