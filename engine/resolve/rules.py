@@ -99,6 +99,8 @@ def _implementation(config: RunConfig) -> Iterator[str]:
         return
     default = ModelConfig()
     given = [name for name in _HF_SHAPE if getattr(model, name) != getattr(default, name)]
+    if model.lora.rank is not None:
+        yield f"model.lora.rank={model.lora.rank}: adapters need model.implementation=hf; set that, or rank=null"
     if model.hf_config is not None or given:
         yield (
             f"model.implementation=burst is this engine's Llama-style decoder, which has no "

@@ -210,3 +210,13 @@ def assert_equal_facts(found: Facts, config: RunConfig, batch: Batch) -> None:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
+
+
+@torch.no_grad()
+def randomise_adapters(model: nn.Module) -> None:
+    """Give adapters, half of which begin with 0, random values, whatever part of them this rank holds."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            values = 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            local, starts = local_block(parameter)
+            local.add_(values[tuple(slice(at, at + n) for at, n in zip(starts, local.shape, strict=True))])

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from testkit.checkpoint_cases import own
 from testkit.hub_models import document_of, hub_config, reference_model
+from testkit.hub_runs import losses_and_weights
 from testkit.ranks import Pools
-from testkit.saved_checkpoints import checkpointing
-from testkit.tiny_training import full_weights, own_part, random_batches, start_run
+from testkit.tiny_training import full_weights, random_batches, start_run
 
-from engine.checkpoint.checkpointer import Snapshot
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.export.hugging_face import ExportOrder, export
@@ -23,28 +21,6 @@ from engine.runs.checkpoints import read_manifest
 
 STEPS = 20
 HALF = 10
-
-
-def losses_and_weights(
-    config: RunConfig, steps: range, root: str, load: bool, save: bool
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of some steps, and the weights after them; from a checkpoint under `root`, and into one."""
-    run = start_run(config)
-    with checkpointing(run, own(root)) as (checkpointer, training):
-        if load:
-            manifest = checkpointer.restore(training, lambda _: None)
-            assert manifest is not None
-            training.loaded(manifest.state["updates"])
-        losses = [_loss(run, step) for step in steps]
-        if save:
-            checkpointer.save(Snapshot(steps.stop, training.tensors, {"updates": training.updates}))
-    return losses, full_weights(run.model)
-
-
-def _loss(run: Any, step: int) -> float:
-    loss = run.train_step(step, own_part(random_batches(step, sequences=2), run.mesh)).loss
-    assert loss is not None
-    return float(loss)
 
 
 def transformers_losses(config: RunConfig, weights: dict[str, torch.Tensor]) -> list[float]:
