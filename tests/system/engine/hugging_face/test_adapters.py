@@ -75,9 +75,12 @@ def test_gradients_of_adapters_are_those_of_peft(ranks: Pools, tmp_path: Path, c
     found = ranks(2).run(adapter_facts, config)[0]
     model = with_peft(config, found.weights)
     batch = random_batches(0, sequences=1, ignored=(3,))
-    logits = model(input_ids=torch.from_numpy(batch.tokens), use_cache=False).logits
-    labels = torch.from_numpy(batch.labels).flatten()
-    F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE_INDEX).backward()
+    out = model(input_ids=torch.from_numpy(batch.tokens), use_cache=False)
+    labels, document = torch.from_numpy(batch.labels).flatten(), document_of(config)
+    loss = F.cross_entropy(out.logits.flatten(0, 1), labels, ignore_index=IGNORE_INDEX)
+    if document.get("output_router_logits"):
+        loss = loss + document["router_aux_loss_coef"] * out.aux_loss
+    loss.backward()
     expected = {
         name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters() if p.grad is not None
     }
