@@ -183,9 +183,9 @@ class SequenceContext:
         """Plans of the first layer."""
         return self.runtimes[0]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0, sinks: Tensor | None = None) -> Tensor:
         """`attention` of a layer without its checks: out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
-        return run_attention(q, k, v, self.runtimes[layer % len(self.runtimes)])
+        return run_attention(q, k, v, self.runtimes[layer % len(self.runtimes)], sinks)
 
     def functions(self, num_layers: int) -> list[AttentionFn]:
         """Attention of every layer of a model, for its forward passes one after the other."""
@@ -268,25 +268,41 @@ def build_context(
     return SequenceContext(group, blocks, layers, [runtimes[layer] for layer in layers], parallel)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, layer: int = 0) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, layer: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """out [B, T, H, v_dim]: softmax(q k^T / sqrt(head_dim)) v of this rank's queries over the keys of all ranks.
 
-    q [B, T, H, head_dim], k [B, T, K, head_dim] and v [B, T, K, v_dim] in the context's dtype, on its device, rows in
-    the order of `context.positions`. `layer` chooses among the masks that the context was given.
-
-    Under autocast the tensors are cast first, as torch's own attention does; the context's dtype is then autocast's.
+    Under autocast q, k and v are cast first, as torch's own attention does; the context's dtype is then autocast's.
 
     Differentiable. All ranks of the group must call it, and run backward through it, equally often in the same order:
-    each call sends messages that the others wait for. Raises ValueError for tensors that do not fit.
+    each call sends messages that the others wait for.
+
+    Args:
+        q: [B, T, H, head_dim] in the context's dtype, on its device, as k and v; rows in the order of
+            `context.positions`.
+        k: [B, T, K, head_dim].
+        v: [B, T, K, v_dim].
+        context: Plans and ranks.
+        layer: Chooses among the masks, and the shapes of heads, that the context was given.
+        sinks: Learnable attention sinks [H] of this rank's query heads, of any floating dtype: one logit more per head
+            in the softmax's denominator, without a value (GPT-OSS). Their gradient is this rank's share, as that of
+            any parameter: sum it over the ranks (`ContextParallel.sum_gradients`, DDP, FSDP). They have nothing to do
+            with the first tokens that `Mask(sink=)` lets every window see.
+
+    Raises:
+        ValueError: a tensor does not fit.
     """
     kind = context.parallel.device.type
     if torch.is_autocast_enabled(kind):
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     problems = _input_problems(q, k, v, context)
+    if sinks is not None:
+        problems += _sink_problems(sinks, context)
     if problems:
         raise ValueError("attention: " + "; ".join(problems))
     with torch.autocast(kind, enabled=False):
-        return context(q, k, v, layer)
+        return context(q, k, v, layer, sinks)
 
 
 def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> list[str]:
@@ -314,4 +330,17 @@ def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -
             )
         if tensor.device.type != parallel.device.type:
             problems.append(f"{name} lies on {tensor.device}, expected {parallel.device}")
+    return problems
+
+
+def _sink_problems(sinks: Tensor, context: SequenceContext) -> list[str]:
+    """One sentence per property of learnable sinks that does not fit."""
+    num_heads, device = context.parallel.heads.num_heads, context.parallel.device
+    problems = []
+    if tuple(sinks.shape) != (num_heads,):
+        problems.append(f"sinks has shape {tuple(sinks.shape)}, expected one number per query head: ({num_heads},)")
+    if not sinks.dtype.is_floating_point:
+        problems.append(f"sinks is {sinks.dtype}, expected a floating dtype")
+    if sinks.device.type != device.type:
+        problems.append(f"sinks lies on {sinks.device}, expected {device}")
     return problems

@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from testkit.covering import Case, covering_cases, pairs_of
 from testkit.plan_checks import check_plans, windows
 from testkit.resolved import method_of
+from torch import Tensor
 
 from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
@@ -70,6 +72,7 @@ KEEPS: dict[str, MemoryConfig] = {
 }
 KERNELS = {"reference": ReferenceKernel(), "cpu_flash": CpuFlashKernel()}
 HEAD_DIMS = {"8": (8, 8), "24 and 16": (24, 16), "4 and 8": (4, 8)}  # of q and k, and of v and out
+SINKS = {"no sinks": 0.0, "learnable sinks": 1.5}  # of every query head: the spread around 0
 LAYOUTS = ["contiguous", "zigzag", "striped", "per_document", "balanced", "split_zigzag", "chunk_cyclic"]
 AXES = {
     "preset": [name for name in PRESETS if name != "megatron_tp"],  # which is `single` to attention
@@ -82,6 +85,7 @@ AXES = {
     "keeps": [*KEEPS],
     "kernel": [*KERNELS],
     "head_dims": [*HEAD_DIMS],
+    "sinks": [*SINKS],
 }
 
 
@@ -122,6 +126,12 @@ def is_legal(case: Case) -> bool:
     return not refused(*(case[axis] for axis in ("preset", "topology", "layout", "variant", "heads", "grouping")))
 
 
+def learnable_sinks(case: Case) -> Tensor | None:
+    spread, (heads, _) = SINKS[case["sinks"]], head_counts(case)
+    random = torch.randn(heads, dtype=torch.float64, generator=torch.Generator().manual_seed(heads))
+    return spread * random if spread else None
+
+
 CASES = covering_cases(AXES, is_legal)
 
 
@@ -144,6 +154,7 @@ def test_every_method_equals_dense_attention(number: int) -> None:
         topology=topology,
         before=layer.recompute_before,
         head_dims=HEAD_DIMS[case["head_dims"]],
+        sinks=learnable_sinks(case),
     )
     assert config.attention.mask in WINDOWED or not windows(plans)
     opened = {*channels_of(method), *HOST_CHANNELS}

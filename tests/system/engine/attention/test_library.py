@@ -94,6 +94,38 @@ def test_heads_of_v_may_have_another_width(ranks: Any, preset: str) -> None:
     assert max(ranks(2).run(run_wide_keys, preset)) < EXACT
 
 
+def run_sinks(preset: str) -> tuple[float, list[Tensor]]:
+    """Worst error of out, dq, dk, dv and dsinks of a batch of two, and this rank's share of dsinks."""
+    inputs = random_inputs(SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM)
+    parallel = make(preset=preset)
+    context = parallel.context(SEQ_LEN)
+    sinks = nn.Parameter(torch.tensor([0.7, -1.3, 2.5, 0.1], dtype=torch.float64))
+    q, k, v = (context.shard(x.expand(2, -1, -1, -1)).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out = attention(q, k, v, context, sinks=sinks)
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None, None]
+    out.backward(context.shard(inputs.dout * weights))
+    share = sinks.grad.clone()
+    parallel.sum_gradients([sinks])
+    got = {name: context.gather(x)[0] for name, x in (("out", out), ("dq", q.grad), ("dk", k.grad), ("dv", v.grad))}
+    want = oracle(inputs, dense_visibility(Mask(SEQ_LEN), SEQ_LEN), sinks.detach())
+    found = errors(got | {"lse": want["lse"], "dsinks": sinks.grad / 3}, want)
+    return max(found.values()), [share, sinks.grad]
+
+
+@pytest.mark.parametrize("preset", ["burst", "ulysses"])
+def test_gradients_of_learnable_sinks_are_shares_that_sum_gradients_adds_up(ranks: Any, preset: str) -> None:
+    replies = ranks(4).run(run_sinks, preset)
+    assert max(error for error, _ in replies) < EXACT
+    torch.testing.assert_close(sum(share for _, (share, _) in replies), replies[0][1][1], rtol=0, atol=EXACT)
+
+
+def test_sinks_of_another_shape_are_refused() -> None:
+    context = make().context(SEQ_LEN)
+    q, k = (torch.zeros(1, SEQ_LEN, heads, HEAD_DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), expected one number per query head: \(4,\)"):
+        attention(q, k, k, context, sinks=torch.zeros(3))
+
+
 def test_tensors_of_v_are_checked_for_their_own_width() -> None:
     context = make(head_dim=24, v_dim=16, kernel="reference").context(SEQ_LEN)
     q, k = (torch.zeros(1, SEQ_LEN, heads, 24, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
