@@ -20,6 +20,7 @@ from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.kernels.attention.cpu_flash import CpuFlashKernel
+from engine.kernels.attention.padded import PaddedValues
 from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.layers import attention_layers
@@ -70,7 +71,7 @@ KEEPS: dict[str, MemoryConfig] = {
     "half": MemoryConfig(activation_checkpoint="seq_fraction", saved_fraction=0.5),
     "nothing": MemoryConfig(activation_checkpoint="full"),
 }
-KERNELS = {"reference": ReferenceKernel(), "cpu_flash": CpuFlashKernel()}
+KERNELS = {"reference": ReferenceKernel(), "cpu_flash": PaddedValues(CpuFlashKernel())}
 HEAD_DIMS = {"8": (8, 8), "24 and 16": (24, 16), "4 and 8": (4, 8)}  # of q and k, and of v and out
 SINKS = {"no sinks": 0.0, "learnable sinks": 1.5}  # of every query head: the spread around 0
 LAYOUTS = ["contiguous", "zigzag", "striped", "per_document", "balanced", "split_zigzag", "chunk_cyclic"]
@@ -120,8 +121,8 @@ def refused(preset: str, topology: str, layout: str, variant: str, heads: str, g
 
 
 def is_legal(case: Case) -> bool:
-    kernel, (qk_dim, v_dim) = KERNELS[case["kernel"]], HEAD_DIMS[case["head_dims"]]
-    if qk_dim != v_dim and not kernel.capabilities.unequal_head_dims:
+    qk_dim, v_dim = HEAD_DIMS[case["head_dims"]]
+    if v_dim > qk_dim and case["kernel"] == "cpu_flash":
         return False
     return not refused(*(case[axis] for axis in ("preset", "topology", "layout", "variant", "heads", "grouping")))
 
@@ -172,7 +173,7 @@ NEVER_TOGETHER: list[tuple[list[str], list[str]]] = [
     ),
     (["fpdt", "chunk_cyclic"], RINGS_OF_THEIR_OWN),  # chunks travel a plain ring
     (["megatron_cp", "megatron_hierarchical"], ["q", "gathered", "tail", *CHUNKS, "chunk_cyclic"]),
-    (["cpu_flash"], ["24 and 16", "4 and 8"]),
+    (["cpu_flash"], ["4 and 8"]),
     (["megatron_allgather"], ["q", "reversed", "tail", *CHUNKS, "chunk_cyclic"]),
 ]
 
