@@ -181,8 +181,7 @@ def enable_context_parallel(
     windows = _layer_windows(model.config)
     if any(windows) and mask != "causal":
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
-    transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
+    _register(transformers)
     heads: tuple[HeadShape, ...] = ()
     if not problems:
         calls, problems = _recorded_calls(model)
@@ -195,6 +194,11 @@ def enable_context_parallel(
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
     return InputSharder(parallel, mask, windows, heads)
+
+
+def _register(transformers: Any) -> None:
+    transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
 
 
 def _recorded_calls(model: Any) -> tuple[list[AttentionCall], list[str]]:
@@ -218,6 +222,18 @@ def _decoder_inputs(input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
         "position_ids": positions,
         "use_cache": False,
     }
+
+
+def model_heads(model: nn.Module) -> tuple[HeadShape, ...]:
+    """Heads of the model's layers in order, of one of them where all have the same: what a ContextParallel is made for.
+
+    The model makes a forward pass of two tokens. Raises ConfigError if that fails under context parallelism.
+    """
+    _register(_import_transformers())
+    calls, problems = _recorded_calls(model)
+    if problems:
+        raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
+    return layer_heads(calls)
 
 
 def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
