@@ -203,15 +203,20 @@ def _register(transformers: Any) -> None:
 
 def _recorded_calls(model: Any) -> tuple[list[AttentionCall], list[str]]:
     """The model's calls of attention, or why it makes none under context parallelism; the model is not changed."""
-    before, device = model.config._attn_implementation, next(model.parameters()).device
+    before, experts = model.config._attn_implementation, model.config._experts_implementation
+    device = next(model.parameters()).device
     positions = torch.arange(2, device=device)[None]
     model.set_attn_implementation(IMPLEMENTATION)
+    if device.type == "meta" and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the router
     try:
         return probe_attention(model, _decoder_inputs(torch.zeros_like(positions), positions)), []
     except Exception as error:  # whatever the model's own code raises
         return [], [f"a forward pass of two tokens failed: {type(error).__name__}: {error}"]
     finally:
         model.set_attn_implementation(before)
+        if device.type == "meta" and model._can_set_experts_implementation():
+            model.set_experts_implementation(experts)
 
 
 def _decoder_inputs(input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
@@ -249,7 +254,7 @@ def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
 def check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a decoder: with a `sequence`, ValueError unless it gets the position ids of its rows."""
     sequence = kwargs.get("sequence")
-    if sequence is None:
+    if not isinstance(sequence, ModelSequence):
         return
     rows, given = sequence.position_ids, _arguments(module, args, kwargs).get("position_ids")
     if given is None or given.shape[-1:] != rows.shape[-1:] or not torch.equal(given, rows.expand_as(given)):

@@ -7,7 +7,6 @@ what the code does not do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +34,11 @@ class AttentionCall(NamedTuple):
     problems: tuple[str, ...]
 
 
-@dataclass
 class AttentionProbe:
     """The `sequence` of a call of a model whose attention is to be recorded and not computed."""
 
-    calls: list[AttentionCall] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
 
     def record(self, call: AttentionCall, query: Tensor) -> Tensor:
         """Zeros [B, T, H, v_dim] in place of the attention of query [B, H, T, head_dim]."""

@@ -25,14 +25,14 @@ LINEAR = ("linear_attention", "mamba", "conv", "hybrid", "moe")
 
 HEADER = f"""# Models of transformers
 
-`enable_context_parallel` ([library](library.md#transformers)) on every causal language model of transformers that can be
-built tiny: four layers, four heads, every norm weight, bias and sink drawn anew. *equal* says that the loss and every
+`enable_context_parallel` ([library](library.md#transformers)) on every causal language model of transformers that can
+be built tiny: four layers, four heads, every norm weight, bias and sink drawn anew. *equal*: the loss and every
 gradient on several ranks equal those of one process with eager attention, for whole sequences and for packed documents
 (compared with separate calls), to 1e-5 or to three times what fp32 alone does to a gradient.
 
 Written by `python -m testkit.model_table` with transformers {transformers.__version__}. *sinks* are learnable attention
-sinks, one logit per head (GPT-OSS); *latent* is latent attention, whose heads of v have another width; *linear* are layers
-of linear attention, state spaces or convolutions.
+sinks, one logit per head (GPT-OSS); *latent* is latent attention, whose heads of v have another width; *linear* means
+layers of linear attention, state spaces or convolutions.
 """
 
 
