@@ -21,7 +21,10 @@ from engine.export.hugging_face import ExportOrder, export
 from engine.runs.checkpoints import read_manifest
 
 # peft asks transformers by a name that the next version of transformers drops.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.thorough,  # every worker imports transformers, which takes seconds
+]
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 CASES: dict[str, tuple[str, LoraConfig]] = {
     "lora": ("qwen3", LoraConfig(rank=4, alpha=8.0)),
@@ -68,7 +71,6 @@ def adapter_facts(config: RunConfig) -> Facts:
     return Facts(weights, loss.item() / labels, gradients)
 
 
-@pytest.mark.thorough_for("lora", "dora")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_adapters_are_those_of_peft(ranks: Pools, tmp_path: Path, case: str) -> None:
     config = adapted_config(case, tmp_path / "base", memory={"activation_checkpoint": "attn_out"})
@@ -90,7 +92,6 @@ def test_gradients_of_adapters_are_those_of_peft(ranks: Pools, tmp_path: Path, c
         assert error < 1e-5, f"gradient of {name} is off by {error:.1e}"
 
 
-@pytest.mark.thorough_for("lora", "experts")
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoint_has_adapters_alone(ranks: Pools, tmp_path: Path, case: str) -> None:
     config = adapted_config(case, tmp_path / "base", train={"micro_batch_size": 2})
@@ -99,7 +100,6 @@ def test_checkpoint_has_adapters_alone(ranks: Pools, tmp_path: Path, case: str) 
     assert all(".lora_" in name for name in names), sorted(names)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_trained_on_two_ranks_resume_on_four(ranks: Pools, tmp_path: Path, case: str) -> None:
     config = adapted_config(case, tmp_path / "base", train={"micro_batch_size": 2})
@@ -111,7 +111,6 @@ def test_adapters_trained_on_two_ranks_resume_on_four(ranks: Pools, tmp_path: Pa
     assert resumed == pytest.approx(whole_run[2:], rel=1e-5)
 
 
-@pytest.mark.thorough_for("lora", "dora")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_exported_adapters(ranks: Pools, tmp_path: Path, case: str) -> None:
     config = adapted_config(case, tmp_path / "base", train={"micro_batch_size": 2})

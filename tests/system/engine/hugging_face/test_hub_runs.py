@@ -19,6 +19,7 @@ from engine.data.sampler import IGNORE_INDEX
 from engine.export.hugging_face import ExportOrder, export
 from engine.runs.checkpoints import read_manifest
 
+pytestmark = pytest.mark.thorough  # every worker imports transformers, which takes seconds
 STEPS = 20
 HALF = 10
 
@@ -54,7 +55,6 @@ def first_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     return full_weights(start_run(config).model)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text", "glm4_moe"])
 def test_resumed_on_other_ranks_a_run_has_the_losses_of_transformers_loop(
     ranks: Pools, tmp_path: Path, family: str
@@ -71,7 +71,6 @@ def test_resumed_on_other_ranks_a_run_has_the_losses_of_transformers_loop(
     assert expected[-1] < expected[0] - 0.1, "the oracle did not learn"
 
 
-@pytest.mark.thorough_for("qwen3", "qwen3_moe", "cohere2")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "cohere2"])
 def test_exported_model_has_the_logits_of_the_run(ranks: Pools, tmp_path: Path, family: str) -> None:
     import transformers
@@ -88,7 +87,6 @@ def test_exported_model_has_the_logits_of_the_run(ranks: Pools, tmp_path: Path, 
         assert torch.allclose(loaded.eval()(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough_for("qwen3", "qwen3_moe", "glm4_moe", "granitemoe")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "granitemoe"])
 def test_weights_saved_by_transformers_are_read_by_every_rank(ranks: Pools, tmp_path: Path, family: str) -> None:
     config = hub_config(family, attention={"preset": "burst"}, parallel={"cp_size": 2})
