@@ -18,6 +18,7 @@ from engine.attention.hugging_face import enable_context_parallel, model_heads, 
 
 SEQ_LEN, VOCAB = 37, 97
 DOCUMENTS = (0, 11, 29)
+SMALLEST_NORM = 1e-6  # whole gradients are 10 and more: a smaller one, as that of a bias of keys, is rounding
 MAX_PARAMETERS = 4_000_000  # of a family whose config does not know the names below
 RATES = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "layerdrop")
 MORE_RATES = ("attention_probs_dropout_prob", "hidden_dropout_prob", "router_jitter_noise", "input_jitter_noise")
@@ -225,8 +226,8 @@ def tolerances(alone: Alone) -> dict[str, float]:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||."""
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-9))
+    """||a - b|| / ||b||, or SMALLEST_NORM if b is smaller."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(SMALLEST_NORM))
 
 
 def differences(got: list[Trained], alone: Alone) -> list[str]:
@@ -242,7 +243,7 @@ def differences(got: list[Trained], alone: Alone) -> list[str]:
     limits = tolerances(alone)
     for name, gradient in want.gradients.items():
         # Shares of ranks may cancel: what is lost then is relative to them, and not to their sum.
-        scale = max(float(gradient.norm()), *(rank.shares.get(name, 0.0) for rank in got))
+        scale = max(float(gradient.norm()), SMALLEST_NORM, *(rank.shares.get(name, 0.0) for rank in got))
         error = float((gradients[name] - gradient).norm()) / scale
         if error > limits[name]:
             found.append(f"{name} is off by {error:.1e}")
@@ -250,5 +251,4 @@ def differences(got: list[Trained], alone: Alone) -> list[str]:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {name: x.grad for name, x in named if x.grad is not None and x.grad.norm() > 1e-7}
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
