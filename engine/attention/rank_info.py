@@ -61,7 +61,7 @@ def all_gather_rank_info(
 def find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:
     """Nodes x local ranks of a group whose ranks lie on these machines, in order.
 
-    Where the machines have unequal shares, or a machine's ranks are no neighbours, every rank counts as its local node.
+    Where the machines have unequal shares, or a machine's ranks are no neighbours, every rank counts as its own node.
     """
     if nodes is not None:
         if nodes < 1 or len(hosts) % nodes:
