@@ -154,7 +154,7 @@ class _ModuleFunction(torch.autograd.Function):
         saves_attention = execution.policy.kind != "full"
         sequence = call.sequence.recorded() if saves_attention else call.sequence
         output, routed = call.run(inputs, sequence)
-        results = [part for kept in getattr(sequence, "results", ()) for part in (kept.out, kept.lse)]
+        results = [part for saved in getattr(sequence, "results", ()) for part in (saved.out, saved.lse)]
         # Results of a plan on host memory are there already: a HostStore would copy them a second time.
         on_host = any(part.device != inputs[0].device for part in results)
         ctx.call, ctx.num_inputs, ctx.saves_attention = call, num_inputs, saves_attention
@@ -177,8 +177,8 @@ class _ModuleFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[4 : 4 + ctx.num_inputs]
         inputs = [leaf(x) if need else x for x, need in zip(saved[: ctx.num_inputs], needs, strict=True)]
         results = saved[ctx.num_inputs :]
-        kept = [SavedResults(out, lse) for out, lse in zip(results[::2], results[1::2], strict=True)]
-        sequence = call.sequence.replayed(kept) if ctx.saves_attention else call.sequence
+        attention_results = [SavedResults(out, lse) for out, lse in zip(results[::2], results[1::2], strict=True)]
+        sequence = call.sequence.replayed(attention_results) if ctx.saves_attention else call.sequence
         with torch.enable_grad():
             output, routed = call.run(inputs, sequence)
             outputs = [value for value in tree_flatten(output)[0] if isinstance(value, Tensor)]

@@ -10,13 +10,12 @@ q [B, T, H, D], k and v [B, T, K, D] are this rank's rows of sequences that the 
 
 from __future__ import annotations
 
-import itertools
-import socket
+import math
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,16 +24,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.attention.context import AttentionGroup, HeadShape, SequenceContext, build_context, open_transport
+from engine.attention.context import (
+    AttentionGroup,
+    HeadShape,
+    LayerHeads,
+    SequenceContext,
+    build_context,
+    open_transport,
+)
+from engine.attention.rank_info import all_gather_rank_info, device_name, find_topology
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
-from engine.kernels.attention import KernelChoice, select_kernel
+from engine.kernels.attention import KernelChoice, TileKernel, select_kernel
 from engine.planning.methods.layers import LayerPattern, attention_layers, build_layers, layer_pattern
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
@@ -45,6 +51,7 @@ from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
 from engine.predict.machine import Machine, machine_of
 from engine.resolve.attention import resolve_attention
+from engine.resolve.legality import heads_problem
 from engine.resolve.run import ResolvedRun, resolve_run
 
 MAX_CACHED_CONTEXTS = 8  # batches with different documents need different plans
@@ -58,16 +65,6 @@ _OF_A_SEQUENCE = ("mask", "mask_layers", "documents")
 _MEMORY = MemoryConfig(activation_checkpoint="none")
 
 
-@dataclass(frozen=True)
-class _RankInfo:
-    """What every rank tells all others: the ranks it shares sequences with, where it works, and its settings."""
-
-    ranks: tuple[int, ...]
-    host: str
-    device: str
-    settings: tuple[object, ...]
-
-
 class ContextParallel:
     """The ranks that share sequences, how they divide attention, and the channels between them: the one door to it.
 
@@ -77,8 +74,8 @@ class ContextParallel:
                   torch.distributed is not initialised
     num_heads     query heads of the whole model; num_kv_heads of them for keys and values (None: as many)
     head_dim      width of one head of q and k; the softmax scale is 1/sqrt(head_dim)
-    v_dim         width of one head of v and of the output; None: head_dim. Not every kernel takes another one, and a
-                  method that is chosen by costs is chosen for heads of head_dim
+    v_dim         width of one head of v and of the output; None: head_dim. A narrower one travels as it is, and is
+                  padded with zeros in kernels that need that. Costs are predicted for heads of head_dim
     preset        a named method, see docs/attention.md; it names the attention part of a method only
     nodes         machines over which the group's ranks lie, in equal runs; None: found by host name
     dtype         of q, k and v
@@ -123,10 +120,10 @@ class ContextParallel:
         )
         device = torch.device(device) if device is not None else _default_device(group)
         axes_read = _read_axes(preset, axes)
-        places = _all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
+        places = all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
         world_rank = dist.get_rank() if dist.is_initialized() else 0
         ranks = places[world_rank].ranks
-        topology = _find_topology([places[rank].host for rank in ranks], nodes)
+        topology = find_topology([places[rank].host for rank in ranks], nodes)
         config = _run_config(axes_read, heads, dtype, topology)
         machine = machine_of(config, places[ranks[0]].device)
         method = resolve_attention(config, topology, machine)
@@ -211,11 +208,14 @@ class ContextParallel:
         seq_len: int,
         mask: Mask | MaskKind | Sequence[Mask | MaskKind] = "causal",
         documents: Iterable[int] = (),
+        heads: Sequence[HeadShape] = (),
     ) -> SequenceContext:
         """What this rank does for sequences of `seq_len` tokens (over all ranks); sends nothing.
 
         mask        one mask for all layers, or those of the layers in turn; a name takes its options from `axes`
         documents   ascending start positions of packed documents that no attention crosses, the first 0
+        heads       of the layers in turn, where they differ; (): those that this was made for, in all layers. The
+                    method stays the one that was chosen for these
 
         All ranks of the group must make it with the same arguments. Plans are made here: keep the context and use it
         for every sequence of this length. Raises ConfigError.
@@ -228,21 +228,42 @@ class ContextParallel:
         starts = tuple(int(start) for start in documents)
         masks = [self._mask(each, seq_len, starts) for each in chosen]
         causal: MaskKind = "causal"  # stands for each mask, some of which have no name
-        turn = replace(self.config.attention, mask_layers=(causal,) * len(masks))
+        shapes = tuple(heads) or (self.heads,)
+        problems = [problem for shape in dict.fromkeys(shapes) for problem in self.head_problems(shape)]
+        if problems:
+            raise ConfigError(problems)
+        count = math.lcm(len(masks), len(shapes))
+        turn = replace(self.config.attention, mask_layers=(causal,) * count)
         run = replace(self.config, attention=turn, train=replace(self.config.train, seq_len=seq_len))
+        of_layers = [shapes[index % len(shapes)] for index in range(count)]
         layers = [
-            replace(layer, mask=masks[index % len(masks)])
+            replace(layer, mask=masks[index % len(masks)], method=self._method_for(of_layers[index]))
             for index, layer in enumerate(attention_layers(run, self.method))
         ]
         has_documents = any(mask.documents for mask in masks)
-        group = self.group
-        if has_documents:
-            name, heads = self.config.attention.kernel, self.heads
-            kernel = select_kernel(
-                name, self.device, self.dtype, heads.head_dim, v_dim=heads.v_dim, documents=True
-            ).kernel
-            group = replace(group, kernel=kernel)
-        return build_context(group, layers, padded_length(seq_len, self.size), self)
+        kernels = {shape: self._kernel_for(shape, has_documents) for shape in set(shapes)}
+        chosen_heads = [LayerHeads(shape, kernels[shape]) for shape in of_layers]
+        return build_context(self.group, layers, padded_length(seq_len, self.size), self, chosen_heads)
+
+    def head_problems(self, shape: HeadShape) -> list[str]:
+        """Why layers with such heads cannot use this method; [] if they can. ConfigError if no kernel takes them."""
+        problem = heads_problem(
+            self.method.head_parallel_size,
+            replace(self.config.model, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads),
+        )
+        self._kernel_for(shape, has_documents=False)
+        return [f"attention.head_parallel_size: {problem}, of layers with {shape}"] if problem else []
+
+    def _method_for(self, shape: HeadShape) -> AttentionMethod:
+        return replace(self.method, kv_replicated=self.method.head_parallel_size > shape.num_kv_heads)
+
+    def _kernel_for(self, shape: HeadShape, has_documents: bool) -> TileKernel:
+        if shape == self.heads and not has_documents:
+            return self.group.kernel
+        name = self.config.attention.kernel
+        return select_kernel(
+            name, self.device, self.dtype, shape.head_dim, v_dim=shape.v_dim, documents=has_documents
+        ).kernel
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Add up every `.grad` over the ranks that share a sequence, in place. Collective over the group.
@@ -389,57 +410,6 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _all_gather_rank_info(
-    group: dist.ProcessGroup | None, device: torch.device, settings: tuple[object, ...]
-) -> list[_RankInfo]:
-    """The places of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
-    if not dist.is_initialized():
-        if group is not None:
-            raise ConfigError("group: got a process group, but torch.distributed is not initialised")
-        return [_RankInfo((0,), socket.gethostname(), _device_name(device), settings)]
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    local = _RankInfo(tuple(ranks), socket.gethostname(), _device_name(device), settings)
-    infos: list[_RankInfo] = gather_objects(local)
-    problems = []
-    for rank, info in enumerate(infos):
-        if rank not in info.ranks:
-            problems.append(
-                f"group: rank {rank} gave the group of ranks {list(info.ranks)}, to which it does not belong"
-            )
-        for member in info.ranks:
-            if infos[member].ranks != info.ranks:
-                problems.append(
-                    f"group: rank {rank} shares its sequences with ranks {list(info.ranks)}, but rank {member} with "
-                    f"{list(infos[member].ranks)}; every rank must give the one group that it belongs to"
-                )
-            elif infos[member].settings != info.settings and member > rank:
-                problems.append(
-                    f"settings: ranks {rank} and {member} share their sequences, but gave {info.settings} and "
-                    f"{infos[member].settings}; give the same everywhere"
-                )
-    if problems:
-        raise ConfigError(problems)
-    return infos
-
-
-def _find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:
-    """Nodes x local ranks of a group whose ranks lie on these machines, in order.
-
-    Where the machines have unequal shares, or a machine's ranks are no neighbours, every rank counts as its own node.
-    """
-    if nodes is not None:
-        if nodes < 1 or len(hosts) % nodes:
-            legal = ", ".join(str(n) for n in range(1, len(hosts) + 1) if len(hosts) % n == 0)
-            raise ConfigError(
-                f"nodes: got {nodes}, which does not divide the group's {len(hosts)} ranks; legal: {legal}"
-            )
-        return Topology(nodes, len(hosts) // nodes)
-    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
-    if len(runs) == len(set(hosts)) and len(set(runs)) == 1:
-        return Topology(len(runs), runs[0])
-    return Topology(len(hosts), 1)
-
-
 def set_sm_carveout(count: int | None) -> None:
     """Matrix products and attention kernels that look at torch's setting leave so many multiprocessors of the GPU to
     messages: beside a kernel that takes all of them no message begins.
@@ -467,11 +437,7 @@ def resolve_here(config: RunConfig, mesh: Mesh) -> ResolvedRun:
 
     Collective over all ranks of the world: ranks with different devices must choose alike. Its memory policy is named.
     """
-    names = [_device_name(mesh.device)]
+    names = [device_name(mesh.device)]
     if dist.is_initialized():
         dist.broadcast_object_list(names, src=0, device=mesh.device)
     return resolve_run(config, mesh.topology, machine_of(config, names[0]))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -12,14 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from engine.attention.context import HeadShape
 from engine.attention.hugging_face import ShardMask, layer_windows, model_problems, use_attention
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, LoraConfig, LossConfig, ModelConfig
@@ -204,10 +202,6 @@ def window_problems(windows: Sequence[int | None], attention: AttentionConfig, s
         return
 
 
-# The trainer adds the auxiliary loss itself, and `probe_problems` looks at heads as attention gets them.
-_KNOWN_HERE = ("config.output_router_logits", "has (num_heads")
-
-
 class _Parts(NamedTuple):
     """What a checked model consists of.
 
@@ -267,9 +261,8 @@ def _head_name(model: Any) -> str:
 
 def _problems(model: Any, config: ModelConfig) -> Iterator[str]:
     """One sentence per property of the model that would be computed wrongly."""
-    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-    for problem in model_problems(model, SimpleNamespace(heads=heads)):
-        if not problem.startswith(_KNOWN_HERE):
+    for problem in model_problems(model):
+        if not problem.startswith("config.output_router_logits"):  # its loss is the trainer's own
             yield problem
     children, base_name, head_name = dict(model.named_children()), model.base_model_prefix, _head_name(model)
     if base_name not in children or not head_name:
@@ -291,8 +284,8 @@ def _problems(model: Any, config: ModelConfig) -> Iterator[str]:
     for name, value in sizes.items():
         if getattr(config, name) != value:
             yield f"model.{name} is {getattr(config, name)}, but by model.hf_config {value}"
-    kept = persistent_buffers(model)
+    persistent = persistent_buffers(model)
     initial = initial_values(model)
-    lost = [name for name, _ in model.named_buffers() if initial[name] == UNINITIALISED and name not in kept]
+    lost = [name for name, _ in model.named_buffers() if initial[name] == UNINITIALISED and name not in persistent]
     if lost:
         yield f"its code does not compute {', '.join(lost)} anew after it was built"

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.attention.context import HeadShape
 from engine.attention.hugging_face import ShardMask
+from engine.attention.model_calls import AttentionCall, AttentionProbe, call_problems
 from engine.config.settings import ModelConfig
-from engine.hugging_face.sequence import LayerSequence
 
 _ROWS = 4
 
@@ -32,17 +33,17 @@ class _RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _ProbedSequence(LayerSequence):
-    """Attention that computes nothing; calls: layers, and their q, k and v."""
+class _Probe(AttentionProbe):
+    """An `AttentionProbe` whose results depend on the queries; dtypes: of these."""
 
-    def __init__(self, windows: tuple[int | None, ...], position_ids: Tensor) -> None:
-        super().__init__((), windows, position_ids)
-        self.calls: list[tuple[int, tuple[Tensor, ...]]] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Return memory of the shape of attention's out, which depends on q, k and v."""
-        self.calls.append((layer, (q, k, v)))
-        return (q.sum() + k.sum() + v.sum()).expand(*q.shape[:3], v.shape[3]) * 1.0
+    def record(self, call: AttentionCall, query: Tensor) -> Tensor:
+        """Note the call and its dtype."""
+        self.dtypes.add(query.dtype)
+        return super().record(call, query)
 
 
 def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: ModelConfig) -> Iterator[str]:
@@ -55,10 +56,10 @@ def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: Mod
     """
     tokens = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     positions = torch.arange(_ROWS, device="meta")[None]
-    sequence = _ProbedSequence(windows, positions)
+    probe = _Probe()
     weights = {name: parameter.to(torch.bfloat16) for name, parameter in base.named_parameters()}
     mask = torch.ones(1, _ROWS, dtype=torch.bool, device="meta").as_subclass(ShardMask)
-    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": False, "sequence": sequence}
+    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": False, "sequence": probe}
     try:
         with _RandomOperations() as random:
             functional_call(base, weights, (), {"input_ids": tokens, **arguments})
@@ -68,7 +69,11 @@ def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: Mod
     except Exception as error:
         yield f"its code cannot be run as a part of a training step: {error}"
         return
-    yield from _call_problems(sequence.calls, config)
+    yield from call_problems(probe.calls, windows)
+    yield from _head_problems(probe.calls, config)
+    if probe.dtypes - {torch.bfloat16}:
+        found = ", ".join(sorted(map(str, probe.dtypes)))
+        yield f"its attention gets {found} where the weights are bfloat16, and kernels take one dtype"
     if random.names:
         yield (
             f"it draws random numbers in training ({', '.join(sorted(random.names))}), which could not be repeated in "
@@ -76,25 +81,10 @@ def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: Mod
         )
 
 
-def _call_problems(calls: Sequence[tuple[int, tuple[Tensor, ...]]], config: ModelConfig) -> Iterator[str]:
-    """Yield which layers do not call attention once, in order, with the heads of the settings, in one dtype."""
-    numbers = [layer for layer, _ in calls]
-    if numbers != list(range(config.num_layers)):
-        yield f"its attention is called by layers {numbers}, expected each of {config.num_layers} once, in order"
-    others = sorted({str(x.dtype) for _, tensors in calls for x in tensors} - {"torch.bfloat16"})
-    if others:
-        yield f"its attention gets {', '.join(others)} where the weights are bfloat16, and kernels take one dtype"
-    v_dim = config.v_head_dim or config.head_dim
-    expected = (
-        (config.num_heads, config.head_dim),
-        (config.num_kv_heads, config.head_dim),
-        (config.num_kv_heads, v_dim),
-    )
-    for layer, tensors in calls:
-        found = tuple(tuple(x.shape[2:]) for x in tensors)
-        if found != expected:
-            yield (
-                f"attention of layer {layer} gets q, k, v with (heads, width) {found}, but by the settings of model "
-                f"{expected}"
-            )
+def _head_problems(calls: Sequence[AttentionCall], config: ModelConfig) -> Iterator[str]:
+    """Yield the first layer whose heads are not those of the settings."""
+    expected = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.v_head_dim or config.head_dim)
+    for call in calls:
+        if call.heads != expected:
+            yield f"attention of layer {call.layer} has {call.heads}, but by the settings of model {expected}"
             return

@@ -36,9 +36,10 @@ class LayerSequence(ModelSequence):
     ) -> None:
         self.functions, self.windows, self.position_ids, self.routing = functions, windows, position_ids, routing
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out [B, T, H, v_dim] of layer number `layer`; see `ModelSequence.attend`."""
-        return self.functions[layer](q, k, v, **options)
+        function = self.functions[layer]
+        return function(q, k, v) if sinks is None else run_attention(q, k, v, runtime_of(function), sinks)
 
     def recorded(self) -> RecordedSequence:
         """Return this sequence, whose attention computes no graph and records results."""
@@ -56,9 +57,9 @@ class RecordedSequence(LayerSequence):
         super().__init__(of.functions, of.windows, of.position_ids, of.routing)
         self.results: list[SavedResults] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out, without a graph."""
-        out, results = record_attention(q, k, v, runtime_of(self.functions[layer]), **options)
+        out, results = record_attention(q, k, v, runtime_of(self.functions[layer]), sinks)
         self.results.append(results)
         return out
 
@@ -70,9 +71,9 @@ class ReplayedSequence(LayerSequence):
         super().__init__(of.functions, of.windows, of.position_ids, of.routing)
         self._results = list(reversed(results))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out of the results recorded, with a graph to q, k and v."""
-        return run_attention(q, k, v, runtime_of(self.functions[layer]), kept=self._results.pop(), **options)
+        return run_attention(q, k, v, runtime_of(self.functions[layer]), sinks, self._results.pop())
 
 
 def runtime_of(function: Any) -> AttentionRuntime:

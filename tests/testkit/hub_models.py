@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
-from engine.config.schema import JsonObject
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.init import local_block
+from engine.pretrained.decoder_shape import read_decoder
 from testkit.tiny_training import accumulated, full_weights, own_part, start_run, tiny_config, whole
 
 _COMMON: Mapping[str, Any] = {
@@ -40,6 +41,17 @@ _EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": 16,
 }
 _WINDOWS: Mapping[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+_LATENT: Mapping[str, Any] = {  # queries and keys are as wide as both parts together, values are narrower
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -61,14 +73,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "minimax_m2": _EXPERTS,
     "ministral3": {},
+    "gpt_oss": {**_EXPERTS, "sliding_window": 6},
+    "granite_swa": {"attention_multiplier": 0.5, "sliding_window": 6},
+    "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
-WITH_AUXILIARY_LOSS = ("qwen3_moe", "mixtral", "granitemoe", "minimax_m2")
+WITH_AUXILIARY_LOSS = ("qwen3_moe", "mixtral", "granitemoe", "minimax_m2", "gpt_oss")
 
 
 def hf_config(family: str, **more: Any) -> dict[str, Any]:
     """config.json of a tiny model of a family, whole."""
-    import transformers
-
     wanted = {**_COMMON, **FAMILIES[family], **more}
     known = transformers.AutoConfig.for_model(family).to_dict()
     stated = {
@@ -80,44 +93,38 @@ def hf_config(family: str, **more: Any) -> dict[str, Any]:
 
 def shape_of(document: Mapping[str, Any]) -> ModelConfig:
     """Our settings of the shape of a config.json."""
-    return ModelConfig(
-        name=str(document["model_type"]),
-        implementation="hf",
-        hf_config=JsonObject(document),
-        vocab_size=document["vocab_size"],
-        hidden_size=document["hidden_size"],
-        ffn_hidden_size=document.get("intermediate_size") or 48,
-        num_layers=document["num_hidden_layers"],
-        num_heads=document["num_attention_heads"],
-        num_kv_heads=document["num_key_value_heads"],
-        head_dim=document.get("head_dim") or document["hidden_size"] // document["num_attention_heads"],
-        tie_embeddings=document.get("tie_word_embeddings", False),
-    )
+    return read_decoder(document, str(document["model_type"]), is_complete=True).model
 
 
 def masks_of(document: Mapping[str, Any], **attention: Any) -> AttentionConfig:
     """Attention with the sliding windows of a config.json."""
-    kinds = document.get("layer_types") or ()
-    window = document.get("sliding_window")
-    layers = tuple("window" if kind == "sliding_attention" else "causal" for kind in kinds)
-    if "window" in layers and window:
-        return AttentionConfig(mask_layers=layers, window_tokens=window, **attention)
-    return AttentionConfig(**attention)
+    found = read_decoder(document, str(document["model_type"]), is_complete=True)
+    return AttentionConfig(mask_layers=found.mask_layers, window_tokens=found.window_tokens, **attention)
 
 
 def reference_model(
     document: Mapping[str, Any], weights: Mapping[str, Tensor] | None = None, attention: str = "eager"
 ) -> Any:
-    """The model of transformers in one process, fp32, with these weights."""
-    import transformers
+    """The model of transformers in one process, with these weights.
 
+    Its attention is eager and fp32; `another`: that of torch, or for models that have none eager in float64.
+    """
     stated = {name: value for name, value in document.items() if name not in ("model_type", "dtype", "torch_dtype")}
     config = transformers.AutoConfig.for_model(document["model_type"], **stated)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    name = "eager" if attention == "eager" or not _has_sdpa(config) else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    if attention == "another" and name == "eager":
+        model = model.double()
+        model.set_experts_implementation("eager")  # the only one in float64
     if weights is not None:
         missing = model.load_state_dict(dict(weights), strict=False)
         assert not missing.unexpected_keys, missing
     return model.train()
+
+
+def _has_sdpa(config: Any) -> bool:
+    kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return bool(kind._supports_sdpa)
 
 
 @torch.no_grad()
@@ -196,7 +203,7 @@ def assert_equal_facts(found: Facts, config: RunConfig, batch: Batch) -> None:
     Every gradient to 1e-5, or to 3 times what two attentions of transformers differ by; the norm of all to 1e-5.
     """
     expected = reference_facts(config, batch, found.weights)
-    other = reference_facts(config, batch, found.weights, "sdpa")
+    other = reference_facts(config, batch, found.weights, "another")
     assert found.loss == pytest.approx(expected.loss, rel=1e-5), "loss"
     assert found.gradients.keys() == expected.gradients.keys(), "parameters with a gradient"
     floor = 1e-6 * _norm(expected.gradients.values())  # such as the bias of keys, whose gradient is 0
@@ -210,3 +217,13 @@ def assert_equal_facts(found: Facts, config: RunConfig, batch: Batch) -> None:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
+
+
+@torch.no_grad()
+def randomise_adapters(model: nn.Module) -> None:
+    """Give adapters, half of which begin with 0, random values, whatever part of them this rank holds."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            values = 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            local, starts = local_block(parameter)
+            local.add_(values[tuple(slice(at, at + n) for at, n in zip(starts, local.shape, strict=True))])

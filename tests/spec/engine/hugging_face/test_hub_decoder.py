@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from testkit.hub_models import FAMILIES, hf_config, hub_config, reference_model, shape_of
+from testkit.model_helpers import causal_attention
 
+from engine.activations.checkpointed import apply_policies
+from engine.activations.layer_call import LayerExecution
+from engine.activations.store import DeviceStore
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig
+from engine.config.settings import AttentionConfig, CheckpointKind
 from engine.hugging_face.decoder import HuggingFaceDecoder
 from engine.hugging_face.head import logits_scale
 from engine.model.init import init_weights
 from engine.parallel.parallelize import build_decoder
+from engine.planning.checkpoint_policy import LayerPolicy
 
 
 def refused(family: str, **changes: Any) -> str:
@@ -96,3 +102,26 @@ def test_buffers_are_those_of_transformers() -> None:
     decoder.fill_buffers(torch.device("cpu"))
     for name, buffer in reference_model(document).named_buffers():
         assert torch.equal(dict(decoder.named_buffers())[name], buffer), name
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("family", ["qwen3", "granite", "glm4_moe"])
+def test_loss_on_one_device_is_that_of_transformers(family: str, policy: CheckpointKind) -> None:
+    document = hf_config(family)
+    decoder = HuggingFaceDecoder(shape_of(document))
+    apply_policies(decoder, [LayerExecution(LayerPolicy(policy), DeviceStore())] * len(decoder.layers))
+    decoder.to_empty(device="cpu")
+    decoder.fill_buffers(torch.device("cpu"))
+    init_weights(decoder, seed=1)
+    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    loss = decoder.head(decoder(tokens, torch.arange(12), causal_attention(12)), tokens)
+    loss.backward()
+    model = reference_model(document, {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())})
+    logits = model(input_ids=tokens, use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = dict(decoder.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(gradients[name].grad, parameter.grad, rtol=1e-3, atol=1e-4), name

@@ -15,6 +15,7 @@ from testkit.tiny_training import random_batches
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
 
+pytestmark = pytest.mark.thorough  # every worker imports transformers, which takes seconds
 ROWS = 30
 DOCUMENTS = np.array([0, 11, 23])
 
@@ -30,7 +31,6 @@ def check(ranks: Pools, world_size: int, config: RunConfig) -> None:
     assert_equal_facts(ranks(world_size).run(step_facts, config, batch)[0], config, batch)
 
 
-@pytest.mark.thorough_for(*(family for family in FAMILIES if family not in ("gemma3_text", "qwen3_moe")))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_on_two_ranks(ranks: Pools, family: str) -> None:
     memory = {"activation_checkpoint": "attn_out"}
@@ -48,7 +48,6 @@ AXES = {
 CASES = covering_cases(AXES, lambda case: True)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=["-".join(case.values()) for case in CASES])
 def test_presets_and_memory_policies(ranks: Pools, case: dict[str, str]) -> None:
     world_size, packed = int(case["ranks"]), case["documents"] == "packed"
@@ -61,7 +60,6 @@ def test_presets_and_memory_policies(ranks: Pools, case: dict[str, str]) -> None
     check(ranks, world_size, config)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_auxiliary_loss_of_data_parallel_ranks_is_that_of_one_batch(ranks: Pools, family: str) -> None:
     batch = random_batches(0, sequences=2, seq_len=ROWS, ignored=(3, 0))

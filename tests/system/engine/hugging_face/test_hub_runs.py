@@ -9,42 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from testkit.checkpoint_cases import own
 from testkit.hub_models import document_of, hub_config, reference_model
+from testkit.hub_runs import losses_and_weights
 from testkit.ranks import Pools
-from testkit.saved_checkpoints import checkpointing
-from testkit.tiny_training import full_weights, own_part, random_batches, start_run
+from testkit.tiny_training import full_weights, random_batches, start_run
 
-from engine.checkpoint.checkpointer import Snapshot
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.export.hugging_face import ExportOrder, export
 from engine.runs.checkpoints import read_manifest
 
+pytestmark = pytest.mark.thorough  # every worker imports transformers, which takes seconds
 STEPS = 20
 HALF = 10
-
-
-def losses_and_weights(
-    config: RunConfig, steps: range, root: str, load: bool, save: bool
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of some steps, and the weights after them; from a checkpoint under `root`, and into one."""
-    run = start_run(config)
-    with checkpointing(run, own(root)) as (checkpointer, training):
-        if load:
-            manifest = checkpointer.restore(training, lambda _: None)
-            assert manifest is not None
-            training.loaded(manifest.state["updates"])
-        losses = [_loss(run, step) for step in steps]
-        if save:
-            checkpointer.save(Snapshot(steps.stop, training.tensors, {"updates": training.updates}))
-    return losses, full_weights(run.model)
-
-
-def _loss(run: Any, step: int) -> float:
-    loss = run.train_step(step, own_part(random_batches(step, sequences=2), run.mesh)).loss
-    assert loss is not None
-    return float(loss)
 
 
 def transformers_losses(config: RunConfig, weights: dict[str, torch.Tensor]) -> list[float]:
@@ -78,7 +55,6 @@ def first_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     return full_weights(start_run(config).model)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text", "glm4_moe"])
 def test_resumed_on_other_ranks_a_run_has_the_losses_of_transformers_loop(
     ranks: Pools, tmp_path: Path, family: str
@@ -95,7 +71,6 @@ def test_resumed_on_other_ranks_a_run_has_the_losses_of_transformers_loop(
     assert expected[-1] < expected[0] - 0.1, "the oracle did not learn"
 
 
-@pytest.mark.thorough_for("qwen3", "qwen3_moe", "cohere2")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "cohere2"])
 def test_exported_model_has_the_logits_of_the_run(ranks: Pools, tmp_path: Path, family: str) -> None:
     import transformers
@@ -112,7 +87,6 @@ def test_exported_model_has_the_logits_of_the_run(ranks: Pools, tmp_path: Path, 
         assert torch.allclose(loaded.eval()(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough_for("qwen3", "qwen3_moe", "glm4_moe", "granitemoe")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "granitemoe"])
 def test_weights_saved_by_transformers_are_read_by_every_rank(ranks: Pools, tmp_path: Path, family: str) -> None:
     config = hub_config(family, attention={"preset": "burst"}, parallel={"cp_size": 2})
