@@ -10,7 +10,7 @@ import typer
 from burst_cli.app import new_verb
 from burst_cli.eval.request import evaluation_request, names_run
 from burst_cli.launch.launch import launch_request
-from burst_cli.options import ConfigDirOption, DryRunOption, FromOption, LaunchManner, LaunchRequest, from_folder
+from burst_cli.options import ConfigDirOption, DryRunOption, FromOption, LaunchRequest, OutputOptions, from_folder
 from burst_cli.overrides import complete_run_or_override
 from engine.config.errors import ConfigError
 
@@ -35,7 +35,7 @@ def evaluate(
     request: LaunchRequest,
     config_dir: ConfigDirOption = None,
     dry_run: DryRunOption = False,
-    manner: LaunchManner,
+    manner: OutputOptions,
 ) -> int:
     """Evaluate weights: validation loss, loss by position, needles by depth. Trains and saves nothing.
 

@@ -17,8 +17,8 @@ from burst_cli.options import (
     ConfigDirOption,
     DryRunOption,
     FromOption,
-    LaunchManner,
     LaunchRequest,
+    OutputOptions,
     OverridesArgument,
     from_folder,
 )
@@ -45,7 +45,7 @@ def launch(
     dry_run: DryRunOption = False,
     form: AsOption = None,
     yes: YesOption = False,
-    manner: LaunchManner,
+    manner: OutputOptions,
 ) -> int:
     """Train: write the run folder, start the ranks, show progress.
 
@@ -107,16 +107,18 @@ def confirm_demo(words: Sequence[str], folders: Sequence[Path]) -> bool:
     return typer.confirm("Start it?", err=True)
 
 
-def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
+def launch_request(request: LaunchRequest, manner: OutputOptions) -> int:
     """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
-    from burst_cli.launch.prepare import launch_notes, prepare_launch, show_job, show_plan
+    from burst_cli.launch.prepare import prepare_launch
 
     if manner.form is not None and not request.dry_run:
         raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
     prepared = prepare_launch(request)
+    from burst_cli.launch.show import launch_notes, show_job, show_plan  # loads the planner, as resolving did
+
     if manner.form is not None:
         show_job(prepared.plan, manner.form)
         return 0

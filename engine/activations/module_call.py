@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from engine.activations.layer_call import LayerExecution, leaf
 from engine.activations.saved import offloaded
 from engine.activations.store import DeviceStore, HostStore
-from engine.attention.runtime import KeptResults
+from engine.attention.runtime import SavedResults
 from engine.hugging_face.experts import Routed, router_logits
 from engine.hugging_face.sequence import LayerSequence
 
@@ -177,7 +177,7 @@ class _ModuleFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[4 : 4 + ctx.num_inputs]
         inputs = [leaf(x) if need else x for x, need in zip(saved[: ctx.num_inputs], needs, strict=True)]
         results = saved[ctx.num_inputs :]
-        kept = [KeptResults(out, lse) for out, lse in zip(results[::2], results[1::2], strict=True)]
+        kept = [SavedResults(out, lse) for out, lse in zip(results[::2], results[1::2], strict=True)]
         sequence = call.sequence.replayed(kept) if ctx.saves_attention else call.sequence
         with torch.enable_grad():
             output, routed = call.run(inputs, sequence)

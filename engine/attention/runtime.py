@@ -37,7 +37,7 @@ class SavedAttention:
 
 
 @dataclass(frozen=True)
-class KeptResults:
+class SavedResults:
     """Attention's out and lse of the last rows, as `SavedAttention` has them: those not computed again."""
 
     out: Tensor
@@ -143,44 +143,44 @@ class AttentionRuntime:
     def attend_again(
         self,
         operands: tuple[Tensor, Tensor, Tensor],
-        kept: KeptResults | None,
+        results: SavedResults | None,
         device: torch.device,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, SavedAttention]:
-        """(out, what was saved) of the forward pass for contiguous q, k, v, given what was `kept` of them.
+        """Run forward again for contiguous q, k, v, given saved `results` of the last rows; (out, saved tensors).
 
-        `sinks` are those of the forward pass; kept results have them in them.
+        `sinks` are those of the forward pass; saved results have them in them.
         """
         q, k, v = operands
-        if self.recompute is None or kept is None:
+        if self.recompute is None or results is None:
             execution = self.forward_execution(q, k, v, device, sinks)
             execution.run()
             return self.collect(execution, q, k, v)
         joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
-        results = None if joins else self._completed(kept)
-        execution = self._execution(self.recompute, operands, device, results, sinks)
+        completed = None if joins else self._completed(results)
+        execution = self._execution(self.recompute, operands, device, completed, sinks)
         execution.run()
         out, saved = self.collect(execution, q, k, v)
         if joins:
             del execution, out  # and the partial result, before there is memory for all rows
-            saved = replace(saved, out=_joined(saved.out, kept.out), lse=_joined(saved.lse, kept.lse))
+            saved = replace(saved, out=_joined(saved.out, results.out), lse=_joined(saved.lse, results.lse))
             out = saved.out
         return out, saved
 
-    def kept_of(self, saved: SavedAttention) -> KeptResults:
+    def saved_results(self, saved: SavedAttention) -> SavedResults:
         """Results of the rows whose attention is not computed again; the views of more where the host holds them.
 
         On the host nothing is cut off: what is still on its way there must not be copied by the host.
         """
         first = 0 if self.on_host or self.recompute is None else self.recomputed_rows
-        return KeptResults(saved.out[first:], saved.lse[first:])
+        return SavedResults(saved.out[first:], saved.lse[first:])
 
-    def _completed(self, kept: KeptResults) -> Fields:
+    def _completed(self, results: SavedResults) -> Fields:
         """Tensors of all rows with the kept ones in place."""
         rows = self.recomputed_rows
         if rows == 0 or self.on_host:
-            return {"out": kept.out, "lse": kept.lse}
-        return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
+            return {"out": results.out, "lse": results.lse}
+        return {name: _with_room(rows, tensor) for name, tensor in (("out", results.out), ("lse", results.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, v_dim], what to save) after the forward pass ran."""
@@ -254,11 +254,11 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         runtime: AttentionRuntime,
-        kept: KeptResults | None,
+        results: SavedResults | None,
     ) -> Tensor:
         device, num_kv_heads = q.device, k.shape[1]
         q, k, v = (runtime.stored(x) for x in (q, k, v))
-        out, saved = runtime.attend_again((q, k, v), kept, device, sinks)
+        out, saved = runtime.attend_again((q, k, v), results, device, sinks)
         ctx.save_for_backward(saved.q, saved.k, saved.v, saved.out, saved.lse, sinks)
         ctx.runtime, ctx.num_kv_heads = runtime, num_kv_heads
         return out.to(device, non_blocking=True)
@@ -315,29 +315,29 @@ def run_attention(
     v: Tensor,
     runtime: AttentionRuntime,
     sinks: Tensor | None = None,
-    kept: KeptResults | None = None,
+    results: SavedResults | None = None,
 ) -> Tensor:
     """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
     folded into the heads.
 
     `sinks` [H] are learnable: one logit more per query head in the softmax's denominator. Their gradient is this rank's
-    share, to be summed over the ranks that share the sequences as that of any parameter. `kept`: what
+    share, to be summed over the ranks that share the sequences as that of any parameter. `results`: what
     `record_attention` returned for equal operands, which is not computed again.
     """
     batch = q.shape[0]
     folded = [_fold(x) for x in (q, k, v)]
-    out: Tensor = _Attention.apply(*folded, _folded_sinks(sinks, q), runtime, kept)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(*folded, _folded_sinks(sinks, q), runtime, results)  # type: ignore[no-untyped-call]
     return _unfold(out, batch)
 
 
 @torch.no_grad()
 def record_attention(
     q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, sinks: Tensor | None = None
-) -> tuple[Tensor, KeptResults]:
+) -> tuple[Tensor, SavedResults]:
     """`run_attention` without a graph; also the results that need not be computed again when it is repeated."""
     operands = (runtime.stored(_fold(q)), runtime.stored(_fold(k)), runtime.stored(_fold(v)))
     out, saved = runtime.attend_again(operands, None, q.device, _folded_sinks(sinks, q))
-    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.kept_of(saved)
+    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.saved_results(saved)
 
 
 def _folded_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
@@ -345,17 +345,17 @@ def _folded_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     return None if sinks is None else sinks.to(accumulate_dtype(q.dtype)).repeat(q.shape[0])
 
 
-def _joined(first: Tensor, kept: Tensor) -> Tensor:
+def _joined(first: Tensor, last: Tensor) -> Tensor:
     """Recomputed first rows and the others, which were kept; no copy where either has none."""
-    if first.shape[0] and kept.shape[0]:
-        return torch.cat([first, kept])
-    return first if first.shape[0] else kept
+    if first.shape[0] and last.shape[0]:
+        return torch.cat([first, last])
+    return first if first.shape[0] else last
 
 
-def _with_room(rows: int, kept: Tensor) -> Tensor:
+def _with_room(rows: int, last: Tensor) -> Tensor:
     """A copy behind `rows` uninitialised rows."""
-    whole = kept.new_empty(rows + kept.shape[0], *kept.shape[1:])
-    whole[rows:].copy_(kept)
+    whole = last.new_empty(rows + last.shape[0], *last.shape[1:])
+    whole[rows:].copy_(last)
     return whole
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.attention.hugging_face import ModelSequence
-from engine.attention.runtime import AttentionRuntime, KeptResults, record_attention, run_attention
+from engine.attention.runtime import AttentionRuntime, SavedResults, record_attention, run_attention
 from engine.hugging_face.experts import RouterStatistics
 from engine.model.decoder import AttentionFn
 
@@ -45,7 +45,7 @@ class LayerSequence(ModelSequence):
         """Return this sequence, whose attention computes no graph and records results."""
         return RecordedSequence(self)
 
-    def replayed(self, results: Sequence[KeptResults]) -> ReplayedSequence:
+    def replayed(self, results: Sequence[SavedResults]) -> ReplayedSequence:
         """Return this sequence, whose attention takes `results` in the order in which they were recorded."""
         return ReplayedSequence(self, results)
 
@@ -55,7 +55,7 @@ class RecordedSequence(LayerSequence):
 
     def __init__(self, of: LayerSequence) -> None:
         super().__init__(of.functions, of.windows, of.position_ids, of.routing)
-        self.results: list[KeptResults] = []
+        self.results: list[SavedResults] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out, without a graph."""
@@ -67,7 +67,7 @@ class RecordedSequence(LayerSequence):
 class ReplayedSequence(LayerSequence):
     """A `LayerSequence` whose attention is not computed again where its results are given."""
 
-    def __init__(self, of: LayerSequence, results: Sequence[KeptResults]) -> None:
+    def __init__(self, of: LayerSequence, results: Sequence[SavedResults]) -> None:
         super().__init__(of.functions, of.windows, of.position_ids, of.routing)
         self._results = list(reversed(results))
 

@@ -22,7 +22,7 @@ from engine.runs.files import replace_json
 
 @dataclass(frozen=True)
 class AutoTokenizerFacts:
-    """What AutoTokenizer loaded. tokenizer: text of its tokenizer.json. version: of transformers."""
+    """Result of AutoTokenizer. tokenizer: text of its tokenizer.json. version: version of transformers."""
 
     tokenizer: str
     special_tokens: Mapping[str, str]

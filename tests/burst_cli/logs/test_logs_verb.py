@@ -17,7 +17,7 @@ from testkit.terminal import on_terminal
 
 from burst_cli.logs.files import LogRequest, find_logs
 from burst_cli.logs.follow import LogPrinter, follow
-from burst_cli.logs.read import KEEP_BYTES
+from burst_cli.logs.read import TAIL_BYTES
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -88,11 +88,11 @@ def test_launcher_shows_what_started_the_ranks(burst, run: RunFolder) -> None:
 
 
 def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
-    write_log(run, "tb2", 2, b"x" * (KEEP_BYTES + 5))
+    write_log(run, "tb2", 2, b"x" * (TAIL_BYTES + 5))
     first = [{"node": "tb3", "rank": 1, "log": "rank0001", "text": line.format(1)} for line in HERE]
     assert json.loads(burst("logs", "--json", "--ranks", "1-2").out) == {
         **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "status": "completed", "left_out": 0},
-        "lines": [*first, {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * KEEP_BYTES, "cut_bytes": 5}],
+        "lines": [*first, {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * TAIL_BYTES, "cut_bytes": 5}],
     }
     write_log(run, "tb2", 3, "x\n" * 100_002)
     flood = json.loads(burst("logs", "--json", "--tail", "all", "--ranks", "3").out)
