@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from engine.attention.context import SequenceContext, attention
 from engine.attention.library import ContextParallel
+from engine.attention.linear.hugging_face import find_linear_layers
 from engine.config.errors import ConfigError
 from engine.config.settings import MaskKind
 from engine.data.sampler import IGNORE_INDEX
@@ -183,6 +184,9 @@ def enable_context_parallel(
     transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
     model.set_attn_implementation(IMPLEMENTATION)
+    linear = find_linear_layers(model)
+    if linear is not None:
+        linear.enable(ShardMask, IMPLEMENTATION)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
@@ -328,10 +332,15 @@ def _model_problems(model: Any, parallel: ContextParallel) -> Iterator[str]:
 def _sequence_problems(model: Any) -> Iterator[str]:
     """Parts of the model, besides attention, that look at more than one position."""
     config = model.config
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    linear = find_linear_layers(model)
+    supported = (*_LAYER_TYPES, *(() if linear is None else (linear.family.layer_type,)))
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(supported))
     if others:
-        yield f"has layers of type {', '.join(others)}; only {' and '.join(_LAYER_TYPES)} can be divided"
-    mixing = sorted({type(part).__name__ for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase))})
+        yield f"has layers of type {', '.join(others)}; only {' and '.join(supported)} can be divided"
+    understood = set() if linear is None else linear.parts
+    mixers = (part for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase)) and part not in understood)
+    mixing = sorted({type(part).__name__ for part in mixers})
+    yield from () if linear is None else linear.problems()
     if mixing:
         yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
     for name, part in model.named_modules():

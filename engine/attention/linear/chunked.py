@@ -48,7 +48,8 @@ class ChunkedDeltaRule:
     def __call__(self, inputs: DeltaInputs, sequence: LinearSequence) -> Tensor:
         """See `DeltaRule`."""
         size = self._chunk_size or (CHANNEL_GATED_CHUNK_SIZE if inputs.has_channel_gate else CHUNK_SIZE)
-        q, k, v, g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs[:5])
+        dtype = torch.promote_types(inputs.v.dtype, torch.float32)
+        q, k, v, g, beta = (x.to(dtype) for x in inputs[:5])
         if inputs.normalizes_qk:
             q, k = _unit_length(q), _unit_length(k)
         shared_by = v.shape[2] // k.shape[2]
@@ -68,10 +69,11 @@ def _compute(chunks: _Chunks, sequence: LinearSequence, size: int) -> Tensor:
     """Return out [chunks, n, C, dv]."""
     q, k, v, g, beta = chunks
     masks = sequence.chunk_masks(size)
-    total = g.cumsum(-2)
-    decay = total.exp()  # [chunks, n, C, 1 or dk] since the chunk began
+    # Differences of sums of strong decays cancel: in float32 they would cost 4 digits of a gradient.
+    total = g.double().cumsum(-2)  # [chunks, n, C, 1 or dk] since the chunk began
+    decay, remaining = total.to(g.dtype).exp(), (total[..., -1:, :] - total).to(g.dtype).exp()
     kk, qk = _products(q, k, total, masks)
-    entering, leaving = k * decay, k * (total[..., -1:, :] - total).exp()
+    entering, leaving = k * decay, k * remaining
     queries, carried = q * decay, decay[..., -1:, :].mT  # carried: [chunks, n, 1 or dk, 1]
     if masks is not None:  # rows of other documents neither see the state before nor are seen after
         entering, queries, leaving = entering * masks.first, queries * masks.first, leaving * masks.last
@@ -95,9 +97,10 @@ def _products(q: Tensor, k: Tensor, total: Tensor, masks: ChunkMasks | None) -> 
         hidden = hidden | ~masks.same
     if total.shape[-1] == 1:
         # Masked before exp: above the diagonal it would overflow, and inf * 0 is no gradient.
-        decay = (total - total.mT).masked_fill(hidden, -torch.inf).exp()
+        decay = (total - total.mT).to(q.dtype).masked_fill(hidden, -torch.inf).exp()
         return (k @ k.mT) * decay, (q @ k.mT) * decay
-    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(hidden[..., None], -torch.inf).exp()
+    between = (total[..., :, None, :] - total[..., None, :, :]).to(q.dtype)
+    between = between.masked_fill(hidden[..., None], -torch.inf).exp()
     decayed = between * k[..., None, :, :]  # [chunks, n, C, C, dk]
     return (decayed @ k[..., None]).squeeze(-1), (decayed @ q[..., None]).squeeze(-1)
 

@@ -29,6 +29,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Line
     Returns:
         [B, channels, T], in the dtype of x.
     """
+    sequence.calls += 1
     channels, kernel = weight.shape
     halo = sequence.halo(kernel - 1)
     received: Tensor = _Halo.apply(x, halo.messages, sequence)  # type: ignore[no-untyped-call]

@@ -36,7 +36,10 @@ def gated_delta_rule(inputs: DeltaInputs, sequence: LinearSequence, rule: DeltaR
             f"gated_delta_rule: q has shape {tuple(inputs.q.shape)}, expected [batch, rows, heads, dk] with this "
             f"rank's {sequence.num_rows} rows"
         )
-    return (rule or select_delta_rule(inputs.q.device, inputs.q.dtype))(inputs, sequence)
+    sequence.calls += 1
+    rule = rule or select_delta_rule(inputs.q.device, inputs.q.dtype)
+    with torch.autocast(inputs.q.device.type, enabled=False):  # states need float32
+        return rule(inputs, sequence)
 
 
 def select_delta_rule(device: torch.device, dtype: torch.dtype, *, has_flash_linear: bool | None = None) -> DeltaRule:

@@ -60,6 +60,7 @@ class LinearSequence:
     ) -> None:
         """`channel`: any that the transport has between all ranks; None for a rank alone."""
         self.spans, self.rank, self.device = spans, rank, device
+        self.calls = 0  # of functions that take it, on this rank
         self._transport, self._channel = transport, channel
         self.forward_messages = state_messages(spans, rank, spans.sources)
         self.backward_messages = state_messages(spans, rank, spans.targets)

@@ -1,0 +1,199 @@
+"""Linear layers of transformers' models: the functions of the model's module that mix rows run over all ranks.
+
+Layers of these families call a chunk rule and a short convolution, found as globals of their modelling module, with the
+keyword arguments of the model. `enable_linear_layers` puts functions in their place that act where a `sequence` is
+among these, and else call the ones that were there: models of the same family that are not enabled stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from engine.attention.linear.convolution import causal_conv1d
+from engine.attention.linear.delta_rule import gated_delta_rule
+from engine.attention.linear.rule import DeltaInputs
+
+
+class LinearFamily(NamedTuple):
+    """How a family's linear layers are found, and what they call.
+
+    layer_type   in the config's layer_types
+    mixer        class of the module that mixes rows, without the name of the family
+    chunk_rule   function of the gated delta rule; None: the layers have a convolution alone
+    """
+
+    layer_type: str
+    mixer: str
+    chunk_rule: str | None
+
+
+_CONVOLUTION, _RECURRENT_MASK = "causal_conv1d_fn", "create_recurrent_attention_mask"
+_SHORT_CONVOLUTION = LinearFamily("conv", "ShortConv", None)
+_GATED_DELTA_NET = LinearFamily("linear_attention", "GatedDeltaNet", "torch_chunk_gated_delta_rule")
+_KIMI = LinearFamily("linear_attention", "DeltaAttention", "chunk_kimi_delta_attention")
+FAMILIES: Mapping[str, LinearFamily] = {  # by model_type
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _SHORT_CONVOLUTION),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _GATED_DELTA_NET),
+    "kimi_linear": _KIMI,
+}
+
+
+class LinearLayers:
+    """The linear layers of one model, of a family that is understood; `find_linear_layers` makes it."""
+
+    def __init__(self, model: Any, family: LinearFamily) -> None:
+        self.family, self._config = family, model.config
+        self._module = sys.modules[type(model).__module__]
+        self.mixers = [part for part in model.modules() if type(part).__name__.endswith(family.mixer)]
+
+    @property
+    def parts(self) -> set[nn.Module]:
+        """All modules inside the mixers, such as their convolutions."""
+        return {part for mixer in self.mixers for part in mixer.modules()}
+
+    def problems(self) -> Iterator[str]:
+        """One sentence per function that this version of transformers does not have."""
+        for name in self._functions():
+            if not callable(getattr(self._module, name, None)):
+                yield f"its {self.family.layer_type} layers call no {name} in this version of transformers"
+
+    def enable(self, mask_type: type[Tensor], implementation: str) -> None:
+        """Make the layers run over all ranks wherever they get a `sequence`. Does nothing the second time.
+
+        Args:
+            mask_type: Of an attention_mask that hides nothing and must not be read.
+            implementation: Of attention in the model's config, as long as its calls must have a `sequence`.
+        """
+        replacements: dict[str, Any] = {_CONVOLUTION: _Convolution, _RECURRENT_MASK: _RecurrentMask}
+        if self.family.chunk_rule is not None:
+            replacements[self.family.chunk_rule] = _ChunkRule
+        for name, replacement in replacements.items():
+            stock = getattr(self._module, name)
+            if not isinstance(stock, _Replacement):
+                setattr(self._module, name, replacement(stock, self._module, mask_type))
+        calls = 1 if self.family.chunk_rule is None else 2
+        for mixer in self.mixers:
+            if not any(isinstance(hook, _BeforeMixer) for hook in mixer._forward_pre_hooks.values()):
+                before = _BeforeMixer(self._config, implementation)
+                mixer.register_forward_pre_hook(before, with_kwargs=True)
+                mixer.register_forward_hook(_AfterMixer(before, calls), with_kwargs=True)
+
+    def _functions(self) -> list[str]:
+        return [name for name in (_CONVOLUTION, _RECURRENT_MASK, self.family.chunk_rule) if name is not None]
+
+
+def find_linear_layers(model: Any) -> LinearLayers | None:
+    """Return the linear layers of a model; None if it has none, or its family is not understood."""
+    config = model.config
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None or family.layer_type not in (getattr(config, "layer_types", None) or ()):
+        return None
+    return LinearLayers(model, family)
+
+
+class _Replacement:
+    """A function in the place of `stock`, of the modelling module `module`."""
+
+    def __init__(self, stock: Callable[..., Any], module: Any, mask_type: type[Tensor]) -> None:
+        self.stock, self.module, self.mask_type = stock, module, mask_type
+
+
+class _Convolution(_Replacement):
+    """In place of causal_conv1d_fn."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        sequence: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return [B, channels, T] of hidden_states [B, channels, T]."""
+        if sequence is None:
+            result: Tensor = self.stock(hidden_states, weight, bias, activation=activation, **options)
+            return result
+        _check_options("causal_conv1d_fn", options, ("seq_idx", "cu_seqlens", "initial_states"))
+        out = causal_conv1d(hidden_states, weight, bias, sequence.context.linear)
+        return out if activation is None else self.module.ACT2FN[activation](out)
+
+
+class _ChunkRule(_Replacement):
+    """In place of a family's chunk rule."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        sequence: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (out [B, T, H, dv], no final state)."""
+        if sequence is None:
+            options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            result: tuple[Tensor, Tensor | None] = self.stock(query, key, value, g=g, beta=beta, **options)
+            return result
+        _check_options("the chunk rule", options, ("cu_seqlens", "initial_state", "output_final_state"))
+        inputs = DeltaInputs(query, key, value, g, beta, use_qk_l2norm_in_kernel)
+        return gated_delta_rule(inputs, sequence.context.linear), None
+
+
+class _RecurrentMask(_Replacement):
+    """In place of create_recurrent_attention_mask, which looks into every mask."""
+
+    def __call__(self, config: Any, inputs_embeds: Tensor, attention_mask: Any, **options: Any) -> Any:
+        """Return no mask for one that hides nothing."""
+        if isinstance(attention_mask, self.mask_type):
+            return None
+        return self.stock(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **options)
+
+
+class _BeforeMixer:
+    """Forward pre-hook of a mixer: notes how many calls over all ranks there were."""
+
+    def __init__(self, config: Any, implementation: str) -> None:
+        self._config, self._implementation = config, implementation
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError when an enabled model is called without a sequence."""
+        sequence = kwargs.get("sequence")
+        if sequence is not None:
+            self.calls = sequence.context.linear.calls
+        elif self._config._attn_implementation == self._implementation:
+            raise ValueError(
+                f"{type(module).__name__} runs under context parallelism, but its model was called without the "
+                "arguments that InputSharder.shard_inputs returns, or does not pass `sequence` on to its layers"
+            )
+
+
+class _AfterMixer:
+    """Forward hook of a mixer: ValueError unless its functions ran over all ranks."""
+
+    def __init__(self, before: _BeforeMixer, calls: int) -> None:
+        self._before, self._calls = before, calls
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Compare the calls since the pre-hook."""
+        sequence = kwargs.get("sequence")
+        if sequence is not None and sequence.context.linear.calls != self._before.calls + self._calls:
+            raise ValueError(
+                f"{type(module).__name__} does not call {self._calls} functions with the `sequence` that it gets, so "
+                "it would mix the rows of this rank alone; this version of transformers is not understood"
+            )
+
+
+def _check_options(function: str, options: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:
+    for name in unsupported:
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{function}: got {name}, which linear attention over several ranks does not have")
