@@ -176,6 +176,9 @@ def enable_context_parallel(
             "is wrapped (DDP, compile), or use engine.attention.attention in a model of your own"
         )
     problems = [f"{type(model).__name__}: {problem}" for problem in _model_problems(model, parallel)]
+    linear = find_linear_layers(model)
+    if linear is not None:
+        problems += [f"{type(model).__name__}: {problem}" for problem in linear.problems(parallel.method.layout)]
     windows = _layer_windows(model.config)
     if any(windows) and mask != "causal":
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
@@ -184,9 +187,9 @@ def enable_context_parallel(
     transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
     model.set_attn_implementation(IMPLEMENTATION)
-    linear = find_linear_layers(model)
     if linear is not None:
-        linear.enable(ShardMask, IMPLEMENTATION)
+        linear.replace_functions(ShardMask)
+        linear.add_checks(IMPLEMENTATION)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
@@ -340,7 +343,6 @@ def _sequence_problems(model: Any) -> Iterator[str]:
     understood = set() if linear is None else linear.parts
     mixers = (part for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase)) and part not in understood)
     mixing = sorted({type(part).__name__ for part in mixers})
-    yield from () if linear is None else linear.problems()
     if mixing:
         yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
     for name, part in model.named_modules():

@@ -1,8 +1,8 @@
 """Linear layers of transformers' models: the functions of the model's module that mix rows run over all ranks.
 
 Layers of these families call a chunk rule and a short convolution, found as globals of their modelling module, with the
-keyword arguments of the model. `enable_linear_layers` puts functions in their place that act where a `sequence` is
-among these, and else call the ones that were there: models of the same family that are not enabled stay as they are.
+keyword arguments of the model. The functions in their place act where the `sequence` of a rank is among these, and else
+call the ones that were there: models of the same family that are not enabled stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from engine.attention.linear.convolution import causal_conv1d
 from engine.attention.linear.delta_rule import gated_delta_rule
 from engine.attention.linear.rule import DeltaInputs
+from engine.attention.linear.sequence import LinearSequence
+from engine.config.settings import LayoutName
 
 
 class LinearFamily(NamedTuple):
@@ -55,18 +57,21 @@ class LinearLayers:
         """All modules inside the mixers, such as their convolutions."""
         return {part for mixer in self.mixers for part in mixer.modules()}
 
-    def problems(self) -> Iterator[str]:
-        """One sentence per function that this version of transformers does not have."""
+    def problems(self, layout: LayoutName) -> Iterator[str]:
+        """One sentence for all that keeps the layers from running over ranks that hold the rows of a layout."""
         for name in self._functions():
             if not callable(getattr(self._module, name, None)):
                 yield f"its {self.family.layer_type} layers call no {name} in this version of transformers"
+        if layout == "striped":
+            yield (
+                f"its {self.family.layer_type} layers need runs of consecutive positions on a rank, which layout "
+                "striped does not have; choose zigzag, contiguous, chunk_cyclic, per_document or balanced"
+            )
 
-    def enable(self, mask_type: type[Tensor], implementation: str) -> None:
-        """Make the layers run over all ranks wherever they get a `sequence`. Does nothing the second time.
+    def replace_functions(self, mask_type: type[Tensor]) -> None:
+        """Have the functions of the model's module run over all ranks wherever they get the sequence of a rank.
 
-        Args:
-            mask_type: Of an attention_mask that hides nothing and must not be read.
-            implementation: Of attention in the model's config, as long as its calls must have a `sequence`.
+        `mask_type`: of an attention_mask that hides nothing and must not be read.
         """
         replacements: dict[str, Any] = {_CONVOLUTION: _Convolution, _RECURRENT_MASK: _RecurrentMask}
         if self.family.chunk_rule is not None:
@@ -75,6 +80,12 @@ class LinearLayers:
             stock = getattr(self._module, name)
             if not isinstance(stock, _Replacement):
                 setattr(self._module, name, replacement(stock, self._module, mask_type))
+
+    def add_checks(self, implementation: str) -> None:
+        """Have every call of the model checked: that it has a sequence, and that its layers run over all ranks.
+
+        `implementation`: of attention in the model's config, as long as the model is enabled.
+        """
         calls = 1 if self.family.chunk_rule is None else 2
         for mixer in self.mixers:
             if not any(isinstance(hook, _BeforeMixer) for hook in mixer._forward_pre_hooks.values()):
@@ -115,11 +126,12 @@ class _Convolution(_Replacement):
         **options: Any,
     ) -> Tensor:
         """Return [B, channels, T] of hidden_states [B, channels, T]."""
-        if sequence is None:
+        linear = _linear_sequence(sequence)
+        if linear is None:
             result: Tensor = self.stock(hidden_states, weight, bias, activation=activation, **options)
             return result
         _check_options("causal_conv1d_fn", options, ("seq_idx", "cu_seqlens", "initial_states"))
-        out = causal_conv1d(hidden_states, weight, bias, sequence.context.linear)
+        out = causal_conv1d(hidden_states, weight, bias, linear)
         return out if activation is None else self.module.ACT2FN[activation](out)
 
 
@@ -139,13 +151,14 @@ class _ChunkRule(_Replacement):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out [B, T, H, dv], no final state)."""
-        if sequence is None:
+        linear = _linear_sequence(sequence)
+        if linear is None:
             options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             result: tuple[Tensor, Tensor | None] = self.stock(query, key, value, g=g, beta=beta, **options)
             return result
         _check_options("the chunk rule", options, ("cu_seqlens", "initial_state", "output_final_state"))
         inputs = DeltaInputs(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-        return gated_delta_rule(inputs, sequence.context.linear), None
+        return gated_delta_rule(inputs, linear), None
 
 
 class _RecurrentMask(_Replacement):
@@ -167,10 +180,10 @@ class _BeforeMixer:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError when an enabled model is called without a sequence."""
-        sequence = kwargs.get("sequence")
-        if sequence is not None:
-            self.calls = sequence.context.linear.calls
-        elif self._config._attn_implementation == self._implementation:
+        linear = _linear_sequence(kwargs.get("sequence"))
+        if linear is not None:
+            self.calls = linear.calls
+        elif kwargs.get("sequence") is None and self._config._attn_implementation == self._implementation:
             raise ValueError(
                 f"{type(module).__name__} runs under context parallelism, but its model was called without the "
                 "arguments that InputSharder.shard_inputs returns, or does not pass `sequence` on to its layers"
@@ -185,12 +198,18 @@ class _AfterMixer:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Compare the calls since the pre-hook."""
-        sequence = kwargs.get("sequence")
-        if sequence is not None and sequence.context.linear.calls != self._before.calls + self._calls:
+        linear = _linear_sequence(kwargs.get("sequence"))
+        if linear is not None and linear.calls != self._before.calls + self._calls:
             raise ValueError(
                 f"{type(module).__name__} does not call {self._calls} functions with the `sequence` that it gets, so "
                 "it would mix the rows of this rank alone; this version of transformers is not understood"
             )
+
+
+def _linear_sequence(sequence: Any) -> LinearSequence | None:
+    """That of the `sequence` in a call of a model; None where it is none of a rank."""
+    context = getattr(sequence, "context", None)
+    return None if context is None else context.linear
 
 
 def _check_options(function: str, options: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:
