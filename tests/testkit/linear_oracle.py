@@ -29,21 +29,32 @@ def make_inputs(seq_len: int, *, channel_gate: bool = False, seed: int = 0) -> l
 
 
 def delta_rule_by_rows(inputs: Sequence[Tensor], documents: Sequence[int]) -> Tensor:
-    """The recurrence as it is defined, with q and k of unit length."""
+    """The recurrence as it is defined, document by document, with q and k of unit length."""
+    batch, seq_len, heads, dv = inputs[2].shape
+    zeros = inputs[2].new_zeros(batch, heads, inputs[1].shape[3], dv)
+    ends = [*documents[1:], seq_len]
+    parts = [
+        _rows_from_state([x[:, start:stop] for x in inputs], zeros, normalizes=True)[0]
+        for start, stop in zip(documents, ends, strict=True)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _rows_from_state(inputs: Sequence[Tensor], state: Tensor, *, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """(out, final state) of q, k [B, T, Hk, dk], v [B, T, H, dv], g and beta, from a state [B, H, dk, dv]."""
     q, k, v, g, beta = inputs
-    group = v.shape[2] // k.shape[2]
-    q, k = (F.normalize(x, dim=-1, eps=1e-12).repeat_interleave(group, 2) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+    if normalizes:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     g = g if g.dim() == 4 else g[..., None].expand_as(k)
     rows = []
     for t in range(q.shape[1]):
-        if t == 0 or t in documents:
-            state = torch.zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3], dtype=v.dtype)
         state = state * g[:, t, :, :, None].exp()
         predicted = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         update = beta[:, t, :, None] * (v[:, t] - predicted)
         state = state + k[:, t, :, :, None] * update[:, :, None]
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * q.shape[-1] ** -0.5)
-    return torch.stack(rows, 1)
+    return torch.stack(rows, 1), state
 
 
 def convolution_by_documents(x: Tensor, weight: Tensor, bias: Tensor, documents: Sequence[int]) -> Tensor:
@@ -90,3 +101,29 @@ def over_ranks(
 
     gradients = [whole([result[1][index] for result in results]) for index in range(len(inputs))]
     return whole([result[0] for result in results]), gradients, [result[2] for result in results]
+
+
+def flash_linear_by_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The interface of chunk_gated_delta_rule and chunk_kda of flash-linear-attention 0.6, computed row by row."""
+    assert output_final_state
+    assert q.shape[0] == 1
+    ends = cu_seqlens.tolist()
+    assert initial_state.shape[0] == len(ends) - 1
+    results = [
+        _rows_from_state(
+            [x[:, start:stop] for x in (q, k, v, g, beta)], state[None].to(v), normalizes=use_qk_l2norm_in_kernel
+        )
+        for start, stop, state in zip(ends, ends[1:], initial_state, strict=False)
+    ]
+    return torch.cat([out for out, _ in results], 1), torch.cat([state for _, state in results])

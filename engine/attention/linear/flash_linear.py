@@ -37,7 +37,7 @@ class FlashLinearDeltaRule:
         return cls(gated.chunk_gated_delta_rule, kda.chunk_kda)
 
     def __call__(self, inputs: DeltaInputs, sequence: LinearSequence) -> Tensor:
-        """See `DeltaRule`; states pass in float32."""
+        """See `DeltaRule`; states pass in float32 or wider."""
         q, k, v, g, beta, normalizes_qk = inputs
         (batch, _, heads, dv), dk = v.shape, k.shape[-1]
         if inputs.has_channel_gate and heads != k.shape[2]:
@@ -60,10 +60,15 @@ class FlashLinearDeltaRule:
         out = out.reshape(*v.shape[:-1], dv + dk)
         last = torch.tensor([len(of_span) for of_span in parts], device=v.device).cumsum(0) - 1
         # [batch * parts, H, dk, dv + dk] -> [spans, batch * H, dk, dv + dk]
-        maps = final.reshape(batch, len(rows), heads, dk, dv + dk)[:, last].transpose(0, 1).flatten(1, 2)
+        maps = (
+            final.to(torch.promote_types(final.dtype, torch.float32))
+            .reshape(batch, len(rows), heads, dk, dv + dk)[:, last]
+            .transpose(0, 1)
+            .flatten(1, 2)
+        )
         ends_alone = torch.tensor([len(p) == 1 and p[0].start > p[0].document for p in parts], device=v.device)
-        transitions = maps[..., dv:].float() * ends_alone[:, None, None, None]
-        states = scan_states(transitions, maps[..., :dv].float().contiguous(), sequence, [1] * len(parts))
+        transitions = maps[..., dv:] * ends_alone[:, None, None, None]
+        states = scan_states(transitions, maps[..., :dv].contiguous(), sequence, [1] * len(parts))
         passed = _read(out[..., dv:], states, sequence, batch).to(v.dtype)
         return torch.add(out[..., :dv], passed)
 
