@@ -107,11 +107,13 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
-    from burst_cli.launch.prepare import launch_notes, prepare_launch, show_job, show_plan
+    from burst_cli.launch.prepare import prepare_launch
 
     if manner.form is not None and not request.dry_run:
         raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
     prepared = prepare_launch(request)
+    from burst_cli.launch.show import launch_notes, show_job, show_plan  # loads the planner, as resolving did
+
     if manner.form is not None:
         show_job(prepared.plan, manner.form)
         return 0

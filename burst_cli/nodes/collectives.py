@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.launch.prepare import show_plan
+from burst_cli.launch.show import show_plan
 from burst_cli.options import Targets
 from burst_cli.render import listing
 from burst_cli.runs.failure import failure_block

@@ -28,7 +28,7 @@ from engine.config.errors import BurstError, ConfigError
 from engine.config.yaml_text import load_yaml
 from engine.runs.figures import count_of
 from engine.runs.files import read_json_object
-from engine.runs.folder import RunFolder, RunFolderError
+from engine.runs.folder import RESOLVED_FILE, RunFolder, RunFolderError
 from engine.runs.record import FINALS, MAXIMA, MEDIANS, facts_of_run, final_title, summarise
 
 ASK_AGAIN_S = 10.0
@@ -86,12 +86,21 @@ def read_facts(run: RunFolder) -> RunFacts:
     return RunFacts(
         steps=whole(train, "steps"),
         seq_len=whole(train, "seq_len"),
-        preset=word(table(config, "attention"), "preset", 40),
+        preset=_preset(run, config),
         world_size=whole(plan, "world_size") or whole(cluster, "ranks_per_node"),
         hang_timeout_s=number(cluster, "hang_timeout_s"),
         launcher=word(plan, "launcher"),
         nodes=tuple(map(_planned, rows(plan, "nodes"))),
     )
+
+
+def _preset(run: RunFolder, config: Mapping[str, Any]) -> str | None:
+    """Return the preset that runs: of attention=auto the one that the launch resolved, once it has."""
+    preset = word(table(config, "attention"), "preset", 40)
+    if preset != "auto":
+        return preset
+    resolved = table(read_table(run.path / RESOLVED_FILE), "run")
+    return word(table(resolved, "method"), "preset", 40) or preset
 
 
 def _planned(entry: Mapping[str, Any]) -> PlannedNode:

@@ -154,7 +154,7 @@ class _Group:
         hidden = self.records[0].fetch()["hidden"]
         for index, record in enumerate(self.records[:last]):
             # The weights of the last layer stay gathered: its own backward pass comes soon and needs them.
-            with _gathered(record.call.layer, keep=index == last - 1):
+            with _gathered(record.call.layer, leave_gathered=index == last - 1):
                 hidden = record.call.finish(hidden, record.call.local_out(hidden, record.fetch()))
             self._inputs[index + 1] = hidden
 
@@ -174,8 +174,8 @@ def _group_of(call: LayerCall, forward_pass: ForwardPass) -> _Group:
 
 
 @contextlib.contextmanager
-def _gathered(layer: TransformerBlock, *, keep: bool) -> Iterator[None]:
-    """Gather the layer's weights outside of its own forward and backward; `keep` leaves them gathered afterwards.
+def _gathered(layer: TransformerBlock, *, leave_gathered: bool) -> Iterator[None]:
+    """Gather the layer's weights outside its forward and backward; `leave_gathered` skips the reshard at the end.
 
     Collective over the FSDP group.
     """
@@ -184,7 +184,7 @@ def _gathered(layer: TransformerBlock, *, keep: bool) -> Iterator[None]:
         return
     layer.unshard()
     yield
-    if not keep:
+    if not leave_gathered:
         layer.reshard()
 
 

@@ -163,7 +163,7 @@ class SequenceContext:
     @property
     def layout(self) -> Layout:
         """Which positions every rank holds."""
-        return self.blocks.home
+        return self.blocks.rank_layout
 
     @property
     def padded_len(self) -> int:
@@ -248,20 +248,20 @@ class SequenceContext:
                 f"gather: dimension {dim} of {tuple(local.shape)} has {local.shape[dim]} rows; expected this rank's "
                 f"{self.local_len}"
             )
-        own = local.detach().movedim(dim, 0).contiguous()
-        whole = own.new_empty(self.seq_len, *own.shape[1:])
-        for rank, part in enumerate(self._all_parts(own, max(rows))):
-            positions = torch.from_numpy(self.layout.positions(rank)).to(own.device)
+        rows_first = local.detach().movedim(dim, 0).contiguous()
+        whole = rows_first.new_empty(self.seq_len, *rows_first.shape[1:])
+        for rank, part in enumerate(self._all_parts(rows_first, max(rows))):
+            positions = torch.from_numpy(self.layout.positions(rank)).to(rows_first.device)
             real = positions < self.seq_len
             whole[positions[real]] = part[: rows[rank]][real]
         return whole.movedim(0, dim)
 
-    def _all_parts(self, own: Tensor, most_rows: int) -> list[Tensor]:
-        """`own` of every rank, each with at least its own rows."""
+    def _all_parts(self, local: Tensor, most_rows: int) -> list[Tensor]:
+        """`local` of every rank, each with at least its own rows."""
         if self.parallel.size == 1:
-            return [own]
-        sent = own.new_zeros(most_rows, *own.shape[1:])
-        sent[: len(own)] = own
+            return [local]
+        sent = local.new_zeros(most_rows, *local.shape[1:])
+        sent[: len(local)] = local
         parts = [torch.empty_like(sent) for _ in range(self.parallel.size)]
         dist.all_gather(parts, sent, group=self.parallel.process_group)
         return parts

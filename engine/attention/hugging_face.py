@@ -32,7 +32,7 @@ from engine.data.sampler import IGNORE_INDEX
 from engine.planning.visibility.mask import Mask
 
 IMPLEMENTATION = "burst_context_parallel"
-CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans
+MAX_CACHED_CONTEXTS = 8  # batches with other lengths or documents need other plans
 
 # Keyword arguments that transformers hands to every attention and that do not change what is computed.
 _HARMLESS = frozenset(
@@ -97,7 +97,7 @@ class InputSharder:
         self.parallel = parallel
         self._mask = mask
         self._windows = windows
-        self._context = functools.lru_cache(maxsize=CONTEXTS_KEPT)(self._build_context)
+        self._context = functools.lru_cache(maxsize=MAX_CACHED_CONTEXTS)(self._build_context)
 
     def context(self, seq_len: int, documents: Sequence[int] = ()) -> SequenceContext:
         """The rows of this rank: `.shard` for further inputs, `.gather` for logits."""

@@ -47,7 +47,7 @@ from engine.predict.machine import Machine, machine_of
 from engine.resolve.attention import resolve_attention
 from engine.resolve.run import ResolvedRun, resolve_run
 
-CONTEXTS_KEPT = 8  # batches with different documents need different plans
+MAX_CACHED_CONTEXTS = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 
@@ -59,7 +59,7 @@ _MEMORY = MemoryConfig(activation_checkpoint="none")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankInfo:
     """What every rank tells all others: the ranks it shares sequences with, where it works, and its settings."""
 
     ranks: tuple[int, ...]
@@ -297,7 +297,7 @@ class ContextParallel:
         with self._planning:
             if key not in self._contexts:
                 self._contexts[key] = self._plan(key)
-                if len(self._contexts) > CONTEXTS_KEPT:
+                if len(self._contexts) > MAX_CACHED_CONTEXTS:
                     self._contexts.popitem(last=False)
             self._contexts.move_to_end(key)
             return self._contexts[key]
@@ -389,35 +389,35 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _all_gather_rank_info(
     group: dist.ProcessGroup | None, device: torch.device, settings: tuple[object, ...]
-) -> list[_Place]:
+) -> list[_RankInfo]:
     """The places of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
     if not dist.is_initialized():
         if group is not None:
             raise ConfigError("group: got a process group, but torch.distributed is not initialised")
-        return [_Place((0,), socket.gethostname(), _device_name(device), settings)]
+        return [_RankInfo((0,), socket.gethostname(), _device_name(device), settings)]
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    own = _Place(tuple(ranks), socket.gethostname(), _device_name(device), settings)
-    places: list[_Place] = gather_objects(own)
+    local = _RankInfo(tuple(ranks), socket.gethostname(), _device_name(device), settings)
+    infos: list[_RankInfo] = gather_objects(local)
     problems = []
-    for rank, place in enumerate(places):
-        if rank not in place.ranks:
+    for rank, info in enumerate(infos):
+        if rank not in info.ranks:
             problems.append(
-                f"group: rank {rank} gave the group of ranks {list(place.ranks)}, to which it does not belong"
+                f"group: rank {rank} gave the group of ranks {list(info.ranks)}, to which it does not belong"
             )
-        for member in place.ranks:
-            if places[member].ranks != place.ranks:
+        for member in info.ranks:
+            if infos[member].ranks != info.ranks:
                 problems.append(
-                    f"group: rank {rank} shares its sequences with ranks {list(place.ranks)}, but rank {member} with "
-                    f"{list(places[member].ranks)}; every rank must give the one group that it belongs to"
+                    f"group: rank {rank} shares its sequences with ranks {list(info.ranks)}, but rank {member} with "
+                    f"{list(infos[member].ranks)}; every rank must give the one group that it belongs to"
                 )
-            elif places[member].settings != place.settings and member > rank:
+            elif infos[member].settings != info.settings and member > rank:
                 problems.append(
-                    f"settings: ranks {rank} and {member} share their sequences, but gave {place.settings} and "
-                    f"{places[member].settings}; give the same everywhere"
+                    f"settings: ranks {rank} and {member} share their sequences, but gave {info.settings} and "
+                    f"{infos[member].settings}; give the same everywhere"
                 )
     if problems:
         raise ConfigError(problems)
-    return places
+    return infos
 
 
 def _find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:

@@ -36,7 +36,7 @@ class SavedAttention:
 
 
 @dataclass(frozen=True)
-class KeptResults:
+class SavedResults:
     """Attention's out and lse of the last rows, as `SavedAttention` has them: those not computed again."""
 
     out: Tensor
@@ -113,38 +113,38 @@ class AttentionRuntime:
         return Execution(plan, arithmetic, self.transport, arguments)
 
     def attend_again(
-        self, operands: tuple[Tensor, Tensor, Tensor], kept: KeptResults | None, device: torch.device
+        self, operands: tuple[Tensor, Tensor, Tensor], results: SavedResults | None, device: torch.device
     ) -> tuple[Tensor, SavedAttention]:
-        """(out, what was saved) of the forward pass for contiguous q, k, v, given what was `kept` of them."""
+        """Run forward again for contiguous q, k, v, given saved `results` of the last rows; (out, saved tensors)."""
         q, k, v = operands
-        if self.recompute is None or kept is None:
+        if self.recompute is None or results is None:
             execution = self.forward_execution(q, k, v, device)
             execution.run()
             return self.collect(execution, q, k, v)
         joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
-        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(kept))
+        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(results))
         execution.run()
         out, saved = self.collect(execution, q, k, v)
         if joins:
             del execution, out  # and the partial result, before there is memory for all rows
-            saved = replace(saved, out=_joined(saved.out, kept.out), lse=_joined(saved.lse, kept.lse))
+            saved = replace(saved, out=_joined(saved.out, results.out), lse=_joined(saved.lse, results.lse))
             out = saved.out
         return out, saved
 
-    def kept_of(self, saved: SavedAttention) -> KeptResults:
+    def saved_results(self, saved: SavedAttention) -> SavedResults:
         """Results of the rows whose attention is not computed again; the views of more where the host holds them.
 
         On the host nothing is cut off: what is still on its way there must not be copied by the host.
         """
         first = 0 if self.on_host or self.recompute is None else self.recomputed_rows
-        return KeptResults(saved.out[first:], saved.lse[first:])
+        return SavedResults(saved.out[first:], saved.lse[first:])
 
-    def _completed(self, kept: KeptResults) -> Fields:
+    def _completed(self, results: SavedResults) -> Fields:
         """Tensors of all rows with the kept ones in place."""
         rows = self.recomputed_rows
         if rows == 0 or self.on_host:
-            return {"out": kept.out, "lse": kept.lse}
-        return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
+            return {"out": results.out, "lse": results.lse}
+        return {name: _with_room(rows, tensor) for name, tensor in (("out", results.out), ("lse", results.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, v_dim], what to save) after the forward pass ran."""
@@ -259,17 +259,17 @@ def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) ->
     return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
 
 
-def _joined(first: Tensor, kept: Tensor) -> Tensor:
+def _joined(first: Tensor, last: Tensor) -> Tensor:
     """Recomputed first rows and the others, which were kept; no copy where either has none."""
-    if first.shape[0] and kept.shape[0]:
-        return torch.cat([first, kept])
-    return first if first.shape[0] else kept
+    if first.shape[0] and last.shape[0]:
+        return torch.cat([first, last])
+    return first if first.shape[0] else last
 
 
-def _with_room(rows: int, kept: Tensor) -> Tensor:
+def _with_room(rows: int, last: Tensor) -> Tensor:
     """A copy behind `rows` uninitialised rows."""
-    whole = kept.new_empty(rows + kept.shape[0], *kept.shape[1:])
-    whole[rows:].copy_(kept)
+    whole = last.new_empty(rows + last.shape[0], *last.shape[1:])
+    whole[rows:].copy_(last)
     return whole
 
 

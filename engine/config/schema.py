@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 _SBATCH = "name it in cluster.slurm.options, such as --{}"
 _RATE = "name it in cluster.machine.rates, such as {}=25e9"
 _RELEASED = "it is {} in all released models"
-# Settings of earlier versions, and values of settings: the value that says what is so without it, as files of earlier
-# runs do (...: any), and what to use in place of others.
+# Settings of earlier versions: the value with which files of earlier runs are still read (...: any), and what replaces
+# other values.
 _REMOVED: dict[str, tuple[Any, str]] = {
-    "cluster.name": (..., "the name of the file under conf/cluster/ says it"),
+    "cluster.name": (..., "the file under conf/cluster/ has the name"),
     "cluster.expected.driver": (None, "`burst check-nodes` compares the drivers of the nodes"),
     "cluster.ssh.fan_out": (64, "64 nodes are spoken to at the same time"),
     **{
@@ -113,7 +113,7 @@ class Problem:
 class Written:
     """Where and how a value was written.
 
-    text    of a number, a truth value or null, as it was written; None for text, whose value is what was written
+    text    of a number, a truth value or null, as it was written; None for text, whose value is the text itself
     file    as a person knows it; empty for an override on the command line
     line    of the file, from 1
     """
@@ -192,10 +192,8 @@ def choices_of(annotation: Any) -> tuple[str, ...] | None:
     """Return the legal values of a choice, None for other types."""
     if get_origin(annotation) is Literal:
         return tuple(str(value) for value in get_args(annotation))
-    for member in union_members(annotation):
-        if member is not annotation and (found := choices_of(member)) is not None:
-            return found
-    return None
+    found = [choices_of(member) for member in union_members(annotation) if member is not annotation]
+    return tuple(choice for choices in found if choices is not None for choice in choices) or None
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
@@ -257,7 +255,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def nearest_key(key: str, keys: Sequence[str]) -> str | None:
-    """Return the most similar key: the same name in another section, a similar name in its own, or a similar key."""
+    """Return the most similar key: the same name elsewhere, a similar name in the same section, or a similar key."""
     section, _, name = key.rpartition(".")
     split = [(candidate.rpartition(".")[0], candidate.rpartition(".")[2], candidate) for candidate in keys]
     same_name = [candidate for _, tail, candidate in split if tail == name]

@@ -115,7 +115,7 @@ class AttentionConfig:
         None, "which ranks are adjacent: those that share heads, a ring, or an inner ring and then heads"
     )
     kv_transport: KvTransport | None = setting(
-        None, "p2p: keys and values move from rank to rank; all_gather: every rank sends its own to all readers"
+        None, "p2p: keys and values move from rank to rank; all_gather: every rank sends them to all readers"
     )
     backward_circulates: Circulates | None = setting(
         None, "moving operand of the backward pass: keys and values, or queries"
@@ -127,7 +127,7 @@ class AttentionConfig:
     chunk_tokens: int | None = setting(
         None, "run every layer in chunks of this many of a rank's tokens; null: whole", "tokens", at_least=1
     )
-    chunk_store: Store | None = setting(None, "where chunks that are not in use are held (needs chunk_tokens)")
+    chunk_store: Store | None = setting(None, "where chunks that are not in use are stored (needs chunk_tokens)")
     prefetch_chunks: int | None = setting(
         None, "chunks loaded ahead of their use (needs chunk_tokens)", "chunks", at_least=0
     )
@@ -145,13 +145,13 @@ class AttentionConfig:
     )
     block_stride: int = setting(8, "strided: every block_stride-th block is attended to", "blocks", at_least=1)
     local_blocks: int = setting(
-        2, "strided: nearest blocks attended to, the token's own included", "blocks", at_least=1
+        2, "strided: nearest blocks attended to, including that of the token", "blocks", at_least=1
     )
     vertical_blocks: tuple[int, ...] = setting(
         (0,), "vertical_slash: numbers of the blocks that all later ones attend to", "blocks"
     )
     slash_blocks: tuple[int, ...] = setting(
-        (0, 1), "vertical_slash: distances of the blocks attended to; 0: the token's own", "blocks"
+        (0, 1), "vertical_slash: distances of the blocks attended to; 0: that of the token", "blocks"
     )
     blocks_file: str | None = setting(
         None, "blocks: file of [n, 2] (query block, key block) pairs: .npy, .npz or .json"
@@ -181,7 +181,7 @@ class MemoryConfig:
     )
     every_layers: int = setting(4, "attn_out_every: layers per saved layer input", "layers", at_least=1)
     activation_store: Store | None = setting(
-        None, "where saved activations are held; null: host with attention.chunk_store=host, else device"
+        None, "where saved activations are stored; null: host with attention.chunk_store=host, else device"
     )
     host_layers: int | None = setting(
         None,
@@ -197,7 +197,7 @@ class MemoryConfig:
         at_least=1,
     )
     optimizer_store: Store = setting(
-        "device", "where master weights, gradients and moments are held; host: they are also updated there"
+        "device", "where master weights, gradients and moments are stored; host: they are also updated there"
     )
     optimizer_in_backward: bool = setting(
         False, "update a layer as soon as its gradient is complete, then free the gradient (no clipping)"
@@ -323,7 +323,7 @@ class TrainConfig:
     deterministic: bool = setting(False, "bitwise reproducible, on a GPU too; kernels that are not are not used")
     dropout: float = setting(
         0.0,
-        "dropout rate of what attention and the MLP add to the residual stream",
+        "dropout rate of the outputs of attention and MLP, before the residual connection",
         at_least=0,
         below=1,
     )
@@ -354,7 +354,7 @@ class TrainConfig:
     guard: GuardConfig = GuardConfig()
 
 
-# Prose and source code; no data files, which have their own formats.
+# Prose and source code; no data files, which have other formats.
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml", ".txt.gz"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".js"),
@@ -386,7 +386,7 @@ class DataConfig:
         None, "key (JSONL) of conversations: lists of {role, content}; the assistant's messages are labels"
     )
     chat_template: str | None = setting(
-        None, 'template of conversations: "chatml" or a .jinja file; null: the tokenizer\'s own'
+        None, 'template of conversations: "chatml" or a .jinja file; null: that of the tokenizer'
     )
     tokenizer: str = setting(
         "bytes", '"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json or of its folder'

@@ -1,4 +1,4 @@
-"""Rules about files that a configuration names: those of this machine are looked at before anything starts."""
+"""Rules about files that a configuration names; files of this machine are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def file_rules(config: RunConfig) -> Iterator[str]:
-    """One sentence per broken rule; none where ranks run on other machines, which a launch asks."""
+    """Yield one sentence per violated rule; none if ranks run on other machines, which a launch checks."""
     if config.cluster.runs_elsewhere:
         return
     yield from _files(config.data)
@@ -24,7 +24,7 @@ def file_rules(config: RunConfig) -> Iterator[str]:
 
 
 def _files(data: DataConfig) -> Iterator[str]:
-    """What this machine's disk tells; of other machines' files a launch asks them."""
+    """Check the files of this machine; a launch checks those of other machines."""
     looked = f"(looked from {Path.cwd()})"
     for entry in data.paths:
         if not _names_something(entry):
@@ -48,7 +48,7 @@ def _files(data: DataConfig) -> Iterator[str]:
 
 
 def _names_something(entry: str) -> bool:
-    """Whether a file, a folder or a glob with at least one match has this name."""
+    """Return whether `entry` names a file, a folder, or a glob with at least one match."""
     path = Path(entry).expanduser()
     if not entry or path.exists() or not any(character in entry for character in "*?["):
         return bool(entry) and path.exists()
@@ -60,12 +60,12 @@ def _is_tokenizer(path: Path) -> bool:
 
     try:
         return path.is_file() or (path.is_dir() and find_tokenizer(path) is not None)
-    except DataError:  # a damaged file beside it, which whoever reads it names
+    except DataError:  # a damaged file next to it, which its reader reports
         return True
 
 
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
-    # Only who names weights waits for these, and for numpy, which they load.
+    # Imported only if weights are named, since these modules import numpy.
     from engine.data.agreement import tokenizer_problem
     from engine.pretrained.names import check_tied_head, weight_files
     from engine.pretrained.shape import read_pretrained
@@ -83,13 +83,14 @@ def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
 
 
 def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokenizer: bool) -> Iterator[str]:
-    """What contradicts this run in the folder model.init_from of another machine; its weights and the ids of its
-    tokenizer are compared by the ranks.
+    """Yield contradictions between this run and the folder model.init_from of another machine.
+
+    Ranks compare its weights and the ids of its tokenizer.
 
     Args:
-        config: of the run; it names a folder.
+        config: Configuration of the run, which names a folder.
         document: config.json of the folder.
-        has_tokenizer: whether it has files of a tokenizer.
+        has_tokenizer: Whether the folder has files of a tokenizer.
     """
     from engine.data.agreement import bytes_problem
     from engine.pretrained.folder import ModelFolder

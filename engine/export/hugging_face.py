@@ -1,7 +1,7 @@
 """Exports a checkpoint to a folder for transformers: safetensors, config.json, tokenizer. NumPy, no torch.
 
-One weight is in memory at a time, so models far larger than this machine's memory can be written: the library
-safetensors would want a whole file's. The folder appears under its name when it is whole.
+One weight is in memory at a time, so models far larger than this machine's memory can be written; the library
+safetensors would need all weights of a file. The folder is renamed to its name when it is complete.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _PREFIX = "model."
 class ExportOrder:
     """What to export: the checkpoint of a run of `config` to `folder`, in files of at most `file_bytes`.
 
-    base: the model folder that training began with, whose other facts are carried over.
+    base: the model folder that training started from, whose other settings are copied.
     tokenizer: a folder with a tokenizer, or a tokenizer.json with files beside it; over files of the same name in base.
-    chat: the template that the run's conversations were rendered by, if it had any.
+    chat: the template that rendered the run's conversations, if there were any.
     """
 
     checkpoint: Path
@@ -109,7 +109,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
 def _copy_files(order: ExportOrder, base: ModelFolder | None, part: Path) -> None:
     """Copy the files that training does not change; those of order.tokenizer override those of base.
 
-    README.md stays behind: it describes another model. So do weights in other formats and Python files.
+    README.md is not copied, since it describes another model; neither are weights in other formats and Python files.
     """
     if base is not None:
         legal = [path.name for path in base.path.iterdir() if path.name.lower().startswith(_LEGAL) and path.is_file()]
@@ -138,12 +138,12 @@ def _write_json(path: Path, document: Mapping[str, Any], original: Mapping[str, 
 def _set_ends(
     document: dict[str, Any], base: ModelFolder | None, tokenizer: FileTokenizer | None
 ) -> dict[str, Any] | None:
-    """Set in config.json what begins and ends a text; the generation_config.json to write, None for none.
+    """Set bos and eos ids in config.json; return the generation_config.json to write, None for none.
 
-    What a base folder states stays; the end of documents in training is added where no file names it.
+    Ids stated by a base folder are kept unchanged; the id that ends documents in training is added if no file names it.
     """
     if base is None:
-        # Without the keys transformers takes ids of the first Llama, in other vocabularies ordinary text.
+        # Without these keys transformers uses the ids of the first Llama, ordinary text in other vocabularies.
         ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
         if tokenizer is not None:
             ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
@@ -160,7 +160,7 @@ def _set_ends(
 
 
 def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path) -> None:
-    """Name in tokenizer_config.json what begins and ends a text, where no file does; write the run's chat template."""
+    """Add bos and eos tokens to tokenizer_config.json if no file names them; write the chat template of the run."""
     written, named = open_tokenizer(part), tokenizer.named_tokens()
     missing: dict[str, str] = {
         name: named[name]
@@ -189,12 +189,12 @@ def weight_bytes(manifest: Manifest) -> int:
 
 
 def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tuple[str, ...]]:
-    """Return the attention window (None: causal), and warnings of what transformers cannot express."""
+    """Return the attention window (None: causal), and warnings about settings that transformers cannot express."""
     attention = config.attention
     kinds = {*attention.mask_layers} or {attention.mask}
     if kinds == {"causal"}:
         before = None if base is None else pretrained_of(base).window_tokens
-        # Sequences no longer than the window of the base did not change it.
+        # Sequences within the window of the base do not change it.
         return (before if before is not None and config.train.seq_len <= before else None), ()
     if kinds == {"window"}:
         return attention.window_tokens, ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.settings import ModelConfig
-from engine.planning.program.ops import Buffer, Direction, HeadPart, LocalOp, Tile, TokenBytes, View
+from engine.planning.program.ops import Buffer, Direction, HeadPart, LocalOp, Tile, TokenBytes, Transfer, View
 from engine.planning.visibility.mask import Band
 
 
@@ -63,6 +63,13 @@ class ViewBytes:
     def of(self, view: View) -> int:
         """Return the bytes of the rows of a view."""
         return (view.stop - view.start) * self._widths[view.buffer]
+
+    def of_transfer(self, transfer: Transfer) -> int:
+        """Return the bytes that a transfer moves."""
+        view, kind = transfer.view, transfer.kind
+        if kind is None:
+            return self.of(view)
+        return (view.stop - view.start) * self._token_bytes.of(kind, self._buffers[view.buffer].heads)
 
     def moved_by_tile(self, tile: Tile) -> int:
         """Return the bytes read and written to merge a tile's results into its accumulators, or to store them."""

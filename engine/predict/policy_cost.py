@@ -52,7 +52,7 @@ class PolicyCost:
     attention_flops: int
 
     @property
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes saved on one rank at the end of a forward pass."""
         return sum(self.layer_bytes)
 
@@ -86,8 +86,8 @@ def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
     return layers if chosen is None else min(layers, chosen)
 
 
-def kept_bytes(
-    policy: LayerPolicy, config: RunConfig, method: AttentionMethod, kept_rows: float = 0.0, *, tiled: bool = False
+def saved_bytes(
+    policy: LayerPolicy, config: RunConfig, method: AttentionMethod, saved_rows: float = 0.0, *, tiled: bool = False
 ) -> int:
     """Return the bytes that one layer saves on one rank.
 
@@ -95,7 +95,7 @@ def kept_bytes(
         policy: Of the layer.
         config: Shape, dtypes and batch.
         method: Of attention.
-        kept_rows: Rows whose attention results are saved under seq_fraction.
+        saved_rows: Rows whose attention results are saved under seq_fraction.
         tiled: Whether the layer runs in tiles.
     """
     model, tp_size = config.model, config.parallel.tp_size
@@ -110,7 +110,7 @@ def kept_bytes(
     if policy.kind == "attn_out_every":
         return rows * result_row + hidden * policy.saves_input
     if policy.kind != "none":
-        return hidden + round((rows if policy.kind == "attn_out" else kept_rows) * result_row)
+        return hidden + round((rows if policy.kind == "attn_out" else saved_rows) * result_row)
     # Tiled layers recompute all but attention whatever the policy, so they save attention's tensors only.
     kv_heads = model.num_kv_heads * max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
     inputs = hidden + rows * ((model.num_heads + 2 * kv_heads) // tp_size * model.head_dim * element + result_row)
@@ -179,7 +179,7 @@ def _layer_costs(
     for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
         rows = config.train.micro_batch_size * kept[layer_pattern[index % len(layer_pattern)]]
         recomputed = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
-        yield kept_bytes(policy, config, method, rows, tiled=tiled), recomputed
+        yield saved_bytes(policy, config, method, rows, tiled=tiled), recomputed
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:

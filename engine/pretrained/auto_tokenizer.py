@@ -28,7 +28,7 @@ _TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class AutoTokenizerFacts:
-    """What AutoTokenizer loaded. tokenizer: text of its tokenizer.json. version: of transformers."""
+    """Result of AutoTokenizer. tokenizer: text of its tokenizer.json. version: version of transformers."""
 
     tokenizer: str
     special_tokens: Mapping[str, str]

@@ -77,7 +77,7 @@ def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, burst
     assert last.split()[3:] == ["0", "0", "0%", "0%", "–"]
     assert err.splitlines()[-1].startswith("warning: no sample is of documents of 100,000 to 199,999 tokens, but")
     refused = burst("launch", "--yes", *given, "cluster=local", "cluster.ranks_per_node=1", "attention=single")
-    words = "no sample of 100 tokens lies mostly in a document of 100,000 to 199,999 tokens"
+    words = "no sample of 100 tokens is mostly in a document of 100,000 to 199,999 tokens"
     assert (refused.code, words in refused.err) == (1, True)
 
 
@@ -86,7 +86,7 @@ def test_mistakes_are_one_message_and_an_exit_code(tmp_path, burst, monkeypatch)
         (["data=jsonl", "data.paths=[bad.jsonl]"], 1, "bad.jsonl:1: bad JSON"),
         (["data=parquet", "data.paths=[bad.jsonl]"], 1, "cannot be read as parquet"),
         (["data=text", "data.paths=[]"], 2, "data.paths"),
-        ([*OF_CHATS, "data.chat_template=chatml"], 1, "the assistant says nothing"),
+        ([*OF_CHATS, "data.chat_template=chatml"], 1, "the assistant has no text"),
         (OF_CHATS, 2, "set data.chat_template=chatml"),
         (["data.length_buckets=[10]"], 2, "data.length_weights: got 0 numbers, expected 2"),
         (["data.validation_fraction=2"], 2, "data.validation_fraction"),

@@ -16,7 +16,7 @@ from testkit.terminal import styled
 
 from burst_cli.compose import compose
 from burst_cli.launch.launching import conclude
-from burst_cli.launch.prepare import show_job, show_plan
+from burst_cli.launch.show import show_job, show_plan
 from cluster.control.link import LaunchOutcome, Leftover
 from cluster.launch.local import build_local_plan
 from cluster.launch.ssh import build_ssh_plan

@@ -14,7 +14,8 @@ from testkit.sections import changed
 from testkit.terminal import lines_of
 
 from burst_cli.compose import compose
-from burst_cli.launch.prepare import launch_notes, with_run
+from burst_cli.launch.resolve import with_run
+from burst_cli.launch.show import launch_notes
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory
 from burst_cli.plan.table import answer_view, details_view
@@ -125,7 +126,7 @@ def test_host_memory_can_be_what_is_missing() -> None:
     assert found.needs.endswith(", 800 GiB of 100 GiB of host memory per node")
     assert found.problems[0].startswith(
         "does not fit: 4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal), by the prediction"
-        ". Largest, per rank: checkpoints 200 GiB. What helps: 800 GiB of host memory per node or more would do"
+        ". Largest, per rank: checkpoints 200 GiB. What helps: 800 GiB or more of host memory per node would be enough"
     )
 
 

@@ -21,7 +21,7 @@ NAME = "tiny/20260101-000000-abcdef"
 RUN = RunFolder(Path("/runs") / NAME)
 MEMORY = {
     **{"where": "device", "device": "cuda:1", "peak_bytes": 75 * GIB},
-    **{"peak_source": "CUDA caching allocator, peak of this step", "asked_bytes": 6 * GIB},
+    **{"peak_source": "CUDA caching allocator, peak of this step", "requested_bytes": 6 * GIB},
     **{"capacity_bytes": 80 * GIB, "predicted_peak_bytes": 78 * GIB},
 }
 
@@ -39,7 +39,7 @@ def test_block_has_place_memory_and_the_recorded_advice() -> None:
         "predicted peak 78 GiB\n"
         "  what to do: Use less."
     )
-    unknown = dict.fromkeys(("asked_bytes", "capacity_bytes", "predicted_peak_bytes", "peak_bytes"))
+    unknown = dict.fromkeys(("requested_bytes", "capacity_bytes", "predicted_peak_bytes", "peak_bytes"))
     line = "memory: cuda:1: peak – (CUDA caching allocator, peak of this step)\n"
     assert block(memory={**MEMORY, **unknown}).endswith(line)
     failure = Failure("oom", "T", "full", details=("why",), checkpoint="/c", advice="Use less.")

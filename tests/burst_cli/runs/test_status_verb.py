@@ -262,6 +262,13 @@ def test_what_a_run_was_asked_to_do_is_in_its_plan_or_else_in_its_configuration(
         assert read_table(tmp_path / "large.json") == found
 
 
+def test_the_resolved_preset_is_shown_in_place_of_auto(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "exp" / ID, {"config.yaml": "attention: {preset: auto}"}, world_size=2)
+    assert read_facts(run).preset == "auto", "nothing is resolved yet"
+    (run.path / "resolved.json").write_text('{"run": {"method": {"preset": "ulysses"}}}')
+    assert read_facts(run).preset == "ulysses"
+
+
 @pytest.mark.parametrize("width", ["40", "80"])
 def test_it_fits_the_terminal(burst, root: Path, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
     run = make_run(root, nodes={f"tb{number}": 2 for number in range(64)}, steps=10)

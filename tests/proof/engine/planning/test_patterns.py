@@ -127,7 +127,7 @@ def test_block_lists_are_read_from_files(tmp_path: Path, suffix: str) -> None:
         ("[[0, 0]]", 'expected an object with a list "pairs"'),
         ('{"pairs": [[0, 0]]', "not a block list"),
         ("[" * 100_000, "not a block list"),
-        ('{"pairs": [[0, 0]]}', "says no block_tokens"),
+        ('{"pairs": [[0, 0]]}', "has no block_tokens"),
         ('{"block_tokens": 8, "pairs": []}', "lists no pair"),
         ('{"block_tokens": 8, "pairs": [[0, 0, 1]]}', r"shape \(1, 3\)"),
         ('{"block_tokens": 8, "pairs": [[0], [1, 2]]}', "not a block list"),

@@ -5,6 +5,7 @@ That the plans are right for any shape is shown by test_planners.py and test_met
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -245,8 +246,8 @@ def test_a_causal_ring_sets_nothing_to_zero(circulates: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("single", "megatron_tp", "fpdt")])
-def test_one_rank_of_128_plans_itself_alone(preset: Any) -> None:
-    """All pairs of ranks one by one would take longer than a test may."""
+def test_one_rank_of_128_is_planned_within_a_second_of_cpu_time(preset: Any) -> None:
+    """A tenth of it is usual; a planner that looks at all pairs of ranks one by one takes seconds."""
     seq_len, topology = 1 << 20, Topology(16, 8)
     config = RunConfig(
         model=ModelConfig(num_heads=128, num_kv_heads=128, head_dim=16),
@@ -255,5 +256,8 @@ def test_one_rank_of_128_plans_itself_alone(preset: Any) -> None:
     )
     method = method_of(config, topology)
     blocks = divide_sequence(method, seq_len)
+    start_s = time.process_time()
     plans = plan_method(method, Mask(seq_len), blocks, 77)
+    cpu_s = time.process_time() - start_s
     assert set(plans.forward.ranks) == set(plans.backward.ranks) == {77}
+    assert cpu_s < 1, f"{preset}: {cpu_s:.2f} s of CPU time to plan one rank"

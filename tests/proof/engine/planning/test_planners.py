@@ -129,7 +129,7 @@ def prove(case: Case, data: st.DataObject) -> None:
     kernel = data.draw(st.sampled_from([ReferenceKernel(), CpuFlashKernel()]))
     late = data.draw(st.booleans())
     check_plans(whole, case.mask, case.blocks, case.heads, kernel=kernel, late=late, before=case.before)
-    rank = data.draw(st.integers(0, case.blocks.home.size - 1))
+    rank = data.draw(st.integers(0, case.blocks.rank_layout.size - 1))
     alone = case.plan(rank)
     for name in ("forward", "recompute", "backward"):
         if getattr(whole, name) is not None:

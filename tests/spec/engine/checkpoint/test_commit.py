@@ -68,7 +68,7 @@ def test_whole_numbers_of_a_state_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "value"), [("number", 1.0), ("flag", True), ("below", -1), ("gone", None)])
 def test_value_that_is_no_count_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     manifest = read_manifest(write(tmp_path, 8, number=1.0, flag=True, below=-1))
-    with pytest.raises(CheckpointError, match=f"step 8 does not say its {name}: got {value}"):
+    with pytest.raises(CheckpointError, match=f"step 8 has no valid {name}: got {value}"):
         manifest.whole(name)
 
 
@@ -121,7 +121,7 @@ def signed(change: Callable[[Any, Any, Any], object]) -> Callable[[Path], None]:
 HALVES = [{"offsets": [at], "sizes": [2], "file": FILE, "key": "w"} for at in (0, 1)] * 32
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (rewritten(FILE, lambda content: content[:-1]), "has 7 bytes, 8 were written"),
-    "bit flipped": (rewritten(FILE, lambda content: b"0" + content[1:]), "SHA-256 is another"),
+    "bit flipped": (rewritten(FILE, lambda content: b"0" + content[1:]), "SHA-256 differs"),
     "file missing": (lambda path: (path / FILE).unlink(), "cannot be read"),
     "manifest missing": (lambda path: (path / MANIFEST_FILE).unlink(), "expected the manifest of a whole save"),
     "manifest torn": (rewritten(MANIFEST_FILE, lambda content: content[: len(content) // 2]), "cannot be read"),

@@ -33,7 +33,7 @@ memory.optimizer_in_backward=true |
     memory.optimizer_in_backward=true has updated the weights before a step can be judged
 {IN_BACKWARD} & parallel.dp_replicate_size=2 | memory.optimizer_in_backward=true saves nothing here
 model.require_init_from=true |
-    model.init_from: null, but exp=tiny goes on with a trained model and would start from random weights
+    model.init_from: null, but exp=tiny continues a trained model and would start from random weights
 train.evaluate_only=true | train.evaluate_only=true evaluates weights that are there, but none are named
 train.guard.on_nonfinite=rewind & train.checkpoint.at_end=true |
     train.guard: rewind goes back to a checkpoint, but none is saved
@@ -45,7 +45,7 @@ attention.documents=true & train.micro_batch_size=2 | attention.documents=true n
 attention.layout=per_document | attention.layout=per_document divides every document over the ranks
 attention.layout=per_document & attention.documents=true & {TP2} | attention.layout=per_document gives ranks blocks of
 attention.layout=balanced & {TP2} | attention.layout=balanced gives ranks blocks of unequal length
-memory.host_layers=1 | memory.host_layers=1 says how many layers keep in host memory
+memory.host_layers=1 | memory.host_layers=1 is the number of layers with saved tensors
 attention.mask=vertical_slash & attention.vertical_blocks=[1, -1] |
     attention.vertical_blocks: got (1, -1), but blocks count from 0
 attention.mask=vertical_slash & attention.slash_blocks=[0, -1] |
@@ -57,7 +57,7 @@ model.head_dim=63 | model.head_dim: got 63, expected an even number
 model.rope_theta=.inf | model.rope_theta: got inf, expected more than 0
 model.rope_scaling.kind=yarn | model.rope_scaling.original_seq_len: kind=yarn needs the length
 model.rope_scaling.kind=llama3 | model.rope_scaling.original_seq_len: kind=llama3 needs the length
-model.rope_scaling.factor=2.0 | model.rope_scaling.factor: got 2.0, but kind=none
+model.rope_scaling.factor=2.0 | model.rope_scaling.factor: got 2.0, but model.rope_scaling.kind=none
 model.vocab_size=255 | model.vocab_size: got 255, but data.tokenizer=bytes gives 256
 data.tokenizer=bpe | model.vocab_size: got 256, but data.tokenizer=bpe gives 4096 different tokens;
     set model.vocab_size=4096 or more or a smaller data.bpe_vocab_size
@@ -97,14 +97,14 @@ data.length_buckets=[4] & data.length_weights=[0.5, 0.6] |
     data.length_weights: got [0.5, 0.6], expected shares of 0 or more that add up to 1
 data.length_buckets=[4] & data.length_weights=[-0.5, 1.5] | data.length_weights: got [-0.5, 1.5]
 data.length_buckets=[4] & data.length_weights=[.nan, 1.0] | data.length_weights: got [nan, 1.0]
-data.echo_tokens=8 & attention.documents=true | attention.documents=true hides what data.echo_tokens repeats
+data.echo_tokens=8 & attention.documents=true | attention.documents=true masks the tokens that data.echo_tokens repeats
 data.echo_tokens=8 & data.length_buckets=[4] & data.length_weights=[0.5, 0.5] |
     data.length_buckets needs whole documents, and data.echo_tokens cuts them
-exp="" | exp: got '', expected what can name the folder of a run; use letters, digits
-exp=a/b | exp: got 'a/b', expected what can name
-exp=../a | exp: got '../a', expected what can name
-exp=.hidden | exp: got '.hidden', expected what can name
-exp=a b | exp: got 'a b', expected what can name
+exp="" | exp: got '', expected a name for a run folder; use letters, digits
+exp=a/b | exp: got 'a/b', expected a name for
+exp=../a | exp: got '../a', expected a name for
+exp=.hidden | exp: got '.hidden', expected a name for
+exp=a b | exp: got 'a b', expected a name for
 exp={"x" * 101} | exp: got 'xxx
 cluster.container.runtime=docker | cluster.container.runtime=docker needs an image: set cluster.container.image
 cluster.shared_folder=rel | cluster.shared_folder: got 'rel', expected an absolute path

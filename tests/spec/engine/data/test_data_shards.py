@@ -197,7 +197,7 @@ def file_of(name: str, count: int, **facts: Any) -> dict[str, Any]:
 WRONG: list[tuple[dict[str, Any], Any, str]] = [
     (file_of("x.npy", 5), np.zeros((2, 2), np.uint16), r"x\.npy holds uint16 of shape \(2, 2\)"),
     (file_of("x.npy", 5), np.zeros(5, np.float32), "holds float32"),
-    (file_of("x.npy", 5), np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest says 5"),
+    (file_of("x.npy", 5), np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest states 5"),
     (file_of("x.npy", 5), np.array([None] * 5), r"cannot read .*x\.npy"),
     *(
         ({"documents_file": "x.bin"}, entries, rf"0, that .* the 5 tokens, .* from {place} on are \[{bad}\]")

@@ -71,13 +71,13 @@ def test_bad_rows_of_all_files_are_listed_together(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": 5}\n')
     with pytest.raises(DataError) as caught:
         texts(opened("jsonl", tmp_path))
-    for place in ("3 places", "a.jsonl:2: bad JSON", "a.jsonl:3: no key", "b.jsonl:1: 'text' is 5"):
+    for place in ("3 parts", "a.jsonl:2: bad JSON", "a.jsonl:3: no key", "b.jsonl:1: 'text' is 5"):
         assert place in str(caught.value), f"{place} is missing"
 
 
 def test_many_bad_rows_are_listed_up_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{bad\n" * 50)
-    with pytest.raises(DataError, match="50 places") as caught:
+    with pytest.raises(DataError, match="50 parts") as caught:
         texts(opened("jsonl", tmp_path))
     assert "and 30 more" in str(caught.value)
 
@@ -154,7 +154,7 @@ def test_bad_rows_of_parquet_are_listed_together(tmp_path: Path) -> None:
 
 def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(CHATS.splitlines()[2] + "\n")
-    with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the model's own template"):
+    with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the template of the model"):
         texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
 
 

@@ -213,8 +213,8 @@ def test_every_violated_rule_is_listed_with_the_nearest_legal_degrees() -> None:
         "= 12 ranks, but 8 ranks share a sequence",
         "4 ranks cannot divide 6 query heads evenly; nearest legal head x inner x outer: ",
         "chunk_cyclic orders tokens by chunks",
-        "chunk_store=host speaks of chunks",
-        "reversed is for K,V",
+        "chunk_store=host needs chunks",
+        "reversed moves k and v",
     ):
         assert rule in text
     for legal in text.split("outer: ")[1].splitlines()[0].split(", "):

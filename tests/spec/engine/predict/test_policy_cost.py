@@ -18,10 +18,10 @@ from engine.predict.flops import count_parameters
 from engine.predict.memory_ranks import reserve_bytes
 from engine.predict.policy_cost import (
     PolicyCost,
-    kept_bytes,
     policy_cost,
     rank_parameters,
     recomputed_parameters,
+    saved_bytes,
 )
 from engine.resolve.legality import method_on
 
@@ -73,7 +73,7 @@ def test_seq_fraction_keeps_its_share_of_results_and_attends_the_rest_squared(rh
 def test_no_policy_keeps_the_graph_and_a_tile_only_attention() -> None:
     config = seven_b()
     whole, tiled = (
-        kept_bytes(LayerPolicy("none"), config, method_on(config, WORLD), tiled=tiled) for tiled in (False, True)
+        saved_bytes(LayerPolicy("none"), config, method_on(config, WORLD), tiled=tiled) for tiled in (False, True)
     )
     assert tiled == 2 * T * D + 3 * 2 * T * D + RESULTS
     assert whole == tiled + 2 * T * (2 * D + 3 * 11008) + 2 * T * D + 8 * T
@@ -100,7 +100,7 @@ def test_products_that_run_again(policy: LayerPolicy, tiled: bool, exchanged: bo
 def test_sequences_of_a_batch_are_more_rows_and_tensor_parallel_ranks_divide_heads_and_rows() -> None:
     memory = {"activation_checkpoint": "seq_fraction"}
     one, two = (cost_of(memory=memory, train={"micro_batch_size": size}) for size in (1, 2))
-    assert two.kept_bytes == 2 * one.kept_bytes
+    assert two.saved_bytes == 2 * one.saved_bytes
     assert two.recompute_flops == 2 * one.recompute_flops
     split = cost_of(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
     # Twice the rows inside attention, half of the heads.

@@ -15,7 +15,7 @@ from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine, find_machine
 from engine.predict.step_time import timed_ranks
-from engine.resolve.degrees import place_ranks
+from engine.resolve.degrees import resolve_topology
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
 TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
@@ -24,7 +24,7 @@ TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
 def step_on(machine: Machine, *overrides: str) -> StepTime:
     config = compose(overrides).config
     cluster = config.cluster
-    _, world = place_ranks(config.parallel, cluster.world_size or 1, cluster.topology_groups)
+    _, world = resolve_topology(config.parallel, cluster.world_size or 1, cluster.topology_groups)
     return step_of(config, world, machine)
 
 

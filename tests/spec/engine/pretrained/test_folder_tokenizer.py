@@ -149,7 +149,7 @@ def test_without_a_named_end_the_one_of_config_json_counts(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_ends_that_disagree_are_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, "byte-level", **{name: {"eos_token_id": [7, 8]}})
-    with pytest.raises(DataError, match=rf"eos_token '<\|endoftext\|>' is id 0, but {name} says eos_token_id \[7, 8\]"):
+    with pytest.raises(DataError, match=rf"eos_token '<\|endoftext\|>' is id 0, but {name} has eos_token_id \[7, 8\]"):
         load_tokenizer_file(tmp_path)
 
 

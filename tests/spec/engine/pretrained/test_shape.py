@@ -63,7 +63,7 @@ def test_rope_is_read_as_old_or_new_versions_write_it(tmp_path: Path, key: str) 
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "RoPE scaling 'dynamic' is not known"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "truncate": False}}, "not known here: truncate"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotates whole heads"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "only some of its layers"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28},
@@ -72,7 +72,7 @@ def test_rope_is_read_as_old_or_new_versions_write_it(tmp_path: Path, key: str) 
         ({"model_type": "qwen2", "use_sliding_window": True}, "only some of its layers"),
         (
             {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32},
-            "use_sliding_window or sliding_window says",
+            "use_sliding_window or sliding_window disables it",
         ),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "but sliding_window is 4096"),
         (
