@@ -61,7 +61,7 @@ class LinearSequence:
         """`channel`: any that the transport has between all ranks; None for a rank alone."""
         self.spans, self.rank, self.device = spans, rank, device
         self.calls = 0  # of functions that take it, on this rank
-        self._transport, self._channel = transport, channel
+        self.transport, self._channel = transport, channel
         self.forward_messages = state_messages(spans, rank, spans.sources)
         self.backward_messages = state_messages(spans, rank, spans.targets)
         self.halo = functools.cache(self._build_halo)
@@ -90,8 +90,8 @@ class LinearSequence:
         size = max(span.rank for span in self.spans.spans) + 1
         ops = [P2POp(self.rank * size + peer, "send", self._channel, peer, (x,)) for peer, x in sends.items()]
         ops += [P2POp(peer * size + self.rank, "recv", self._channel, peer, (x,)) for peer, x in receives.items()]
-        self._transport.post(ops)
-        self._transport.wait([op.tag for op in ops])
+        self.transport.post(ops)
+        self.transport.wait([op.tag for op in ops])
 
     def num_chunks(self, chunk_size: int) -> list[int]:
         """Chunks of each of this rank's spans: no chunk has rows of two spans."""
