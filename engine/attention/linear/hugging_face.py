@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from engine.attention.linear.convolution import causal_conv1d
@@ -126,10 +127,12 @@ class _Convolution(_Replacement):
         **options: Any,
     ) -> Tensor:
         """Return [B, channels, T] of hidden_states [B, channels, T]."""
-        linear = _linear_sequence(sequence)
-        if linear is None:
+        if sequence is None:
             result: Tensor = self.stock(hidden_states, weight, bias, activation=activation, **options)
             return result
+        linear = _linear_sequence(sequence)
+        if linear is None:
+            return torch.zeros_like(hidden_states)
         _check_options("causal_conv1d_fn", options, ("seq_idx", "cu_seqlens", "initial_states"))
         out = causal_conv1d(hidden_states, weight, bias, linear)
         return out if activation is None else self.module.ACT2FN[activation](out)
@@ -151,11 +154,13 @@ class _ChunkRule(_Replacement):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out [B, T, H, dv], no final state)."""
-        linear = _linear_sequence(sequence)
-        if linear is None:
+        if sequence is None:
             options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             result: tuple[Tensor, Tensor | None] = self.stock(query, key, value, g=g, beta=beta, **options)
             return result
+        linear = _linear_sequence(sequence)
+        if linear is None:
+            return torch.zeros_like(value), None
         _check_options("the chunk rule", options, ("cu_seqlens", "initial_state", "output_final_state"))
         inputs = DeltaInputs(query, key, value, g, beta, use_qk_l2norm_in_kernel)
         return gated_delta_rule(inputs, linear), None
@@ -207,7 +212,7 @@ class _AfterMixer:
 
 
 def _linear_sequence(sequence: Any) -> LinearSequence | None:
-    """That of the `sequence` in a call of a model; None where it is none of a rank."""
+    """That of the `sequence` in a call of a model; None if the call records what the model asks for, without values."""
     context = getattr(sequence, "context", None)
     return None if context is None else context.linear
 
