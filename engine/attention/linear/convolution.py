@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.attention.linear.sequence import LinearSequence
-from engine.attention.linear.spans import Messages
+from engine.attention.linear.sequence import Halo, LinearSequence
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: LinearSequence) -> Tensor:
@@ -32,7 +31,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Line
     sequence.calls += 1
     channels, kernel = weight.shape
     halo = sequence.halo(kernel - 1)
-    received: Tensor = _Halo.apply(x, halo.messages, sequence)  # type: ignore[no-untyped-call]
+    received: Tensor = _Halo.apply(x, halo, sequence)  # type: ignore[no-untyped-call]
     zeros = x.new_zeros(*x.shape[:2], 1)
     columns = torch.cat([x, received, zeros], -1).index_select(-1, halo.columns)
     # [B, channels, columns] -> column i is the result of columns i - kernel + 1 ... i
@@ -44,10 +43,10 @@ class _Halo(torch.autograd.Function):
     """Rows of other ranks, [B, channels, received]; backward returns their gradients to the owners."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, messages: Messages, sequence: LinearSequence) -> Tensor:
-        ctx.messages, ctx.sequence, ctx.shape = messages, sequence, x.shape
-        sends = {peer: x[..., rows].contiguous() for peer, rows in _rows(messages.sends, sequence).items()}
-        receives = _empty(messages.receives, x)
+    def forward(ctx: Any, x: Tensor, halo: Halo, sequence: LinearSequence) -> Tensor:
+        ctx.halo, ctx.sequence, ctx.shape = halo, sequence, x.shape
+        sends = {peer: x[..., rows].contiguous() for peer, rows in halo.sends.items()}
+        receives = {peer: x.new_empty(*x.shape[:2], count) for peer, count in halo.receives.items()}
         sequence.exchange(sends, receives)
         return torch.cat([x.new_empty(*x.shape[:2], 0), *receives.values()], -1)
 
@@ -55,26 +54,12 @@ class _Halo(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (dreceived,) = grad_outputs
-        messages, sequence = ctx.messages.reversed(), ctx.sequence
-        counts = [len(positions) for positions in messages.sends.values()]
-        sends = dict(zip(messages.sends, _columns(dreceived, counts), strict=True))
-        receives = _empty(messages.receives, dreceived)
-        sequence.exchange(sends, receives)
+        halo: Halo = ctx.halo
+        parts: Sequence[Tensor] = torch.split(dreceived, list(halo.receives.values()), -1)
+        sends = {peer: part.contiguous() for peer, part in zip(halo.receives, parts, strict=True)}
+        receives = {peer: dreceived.new_empty(*ctx.shape[:2], len(rows)) for peer, rows in halo.sends.items()}
+        ctx.sequence.exchange(sends, receives)
         dx = dreceived.new_zeros(ctx.shape)
-        for peer, rows in _rows(messages.receives, sequence).items():
+        for peer, rows in halo.sends.items():
             dx.index_add_(-1, rows, receives[peer])
         return dx, None, None
-
-
-def _rows(positions: Mapping[int, Sequence[int]], sequence: LinearSequence) -> dict[int, Tensor]:
-    return {peer: sequence.local_rows(of_peer) for peer, of_peer in positions.items()}
-
-
-def _empty(positions: Mapping[int, Sequence[int]], like: Tensor) -> dict[int, Tensor]:
-    return {peer: like.new_empty(*like.shape[:2], len(of_peer)) for peer, of_peer in positions.items()}
-
-
-def _columns(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Contiguous tensors of this many columns of x, in order."""
-    parts: Sequence[Tensor] = torch.split(x, list(counts), -1)
-    return [part.contiguous() for part in parts]

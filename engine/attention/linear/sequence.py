@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.linear.spans import DocumentPart, Messages, Span, Spans, halo_messages, state_messages
+from engine.attention.linear.spans import DocumentPart, Span, Spans, halo_messages, state_messages
 from engine.attention.transport import P2POp, Transport
 from engine.planning.program.ops import Channel
 
 
 class ChunkMasks(NamedTuple):
-    """Documents of the rows of every chunk of C rows; all False-free masks are None: one document throughout.
+    """Which rows of every chunk of C rows belong to the same document, where there are several.
 
-    same      [chunks, 1, C, C] rows of one document
+    same      [chunks, 1, C, C] two rows of one document
     first     [chunks, 1, C, 1] rows of the document that the row before the chunk belongs to
     last      [chunks, 1, C, 1] rows of the document that the chunk ends with
     unbroken  [chunks, 1, 1, 1] no document begins in the chunk
@@ -32,13 +32,15 @@ class ChunkMasks(NamedTuple):
 class Halo(NamedTuple):
     """Where the columns of a short convolution come from.
 
-    messages   positions exchanged with other ranks
-    columns    [n] index into local rows, received rows and one column of zeros, in this order: every part of a
-               document with the rows before it
-    results    [T] index into `columns` of the local rows
+    sends     by rank: local rows that it needs
+    receives  by rank: how many rows come from it
+    columns   [n] index into local rows, received rows and one column of zeros, in this order: every part of a document
+              with the rows before it
+    results   [T] index into `columns` of the local rows
     """
 
-    messages: Messages
+    sends: Mapping[int, Tensor]
+    receives: Mapping[int, int]
     columns: Tensor
     results: Tensor
 
@@ -62,8 +64,8 @@ class LinearSequence:
         self.spans, self.rank, self.device = spans, rank, device
         self.calls = 0  # of functions that take it, on this rank
         self.transport, self._channel = transport, channel
-        self.forward_messages = state_messages(spans, rank, spans.sources)
-        self.backward_messages = state_messages(spans, rank, spans.targets)
+        self.forward_messages = state_messages(spans, rank, spans.sources, spans.targets)
+        self.backward_messages = state_messages(spans, rank, spans.targets, spans.sources)
         self.halo = functools.cache(self._build_halo)
         self.chunk_masks = functools.cache(self._build_chunk_masks)
 
@@ -130,7 +132,9 @@ class LinearSequence:
                 first = span.row + part.start - span.start
                 results += range(len(columns), len(columns) + part.stop - part.start)
                 columns += range(first, first + part.stop - part.start)
-        return Halo(messages, self._index(columns), self._index(results))
+        sends = {peer: self._index([self.spans.locate(x)[1] for x in sent]) for peer, sent in messages.sends.items()}
+        receives = {peer: len(positions) for peer, positions in messages.receives.items()}
+        return Halo(sends, receives, self._index(columns), self._index(results))
 
     def _column(self, position: int, received: Mapping[int, int]) -> int:
         owner, row = self.spans.locate(position)
@@ -138,7 +142,3 @@ class LinearSequence:
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    def local_rows(self, positions: Sequence[int]) -> Tensor:
-        """[n] rows of this rank's positions."""
-        return self._index([self.spans.locate(position)[1] for position in positions])

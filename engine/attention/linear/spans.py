@@ -129,30 +129,30 @@ def build_spans(layout: Layout, documents: Sequence[int], seq_len: int) -> Spans
 
 
 class Messages(NamedTuple):
-    """What a rank sends to and receives from its peers: by peer, items in order of their positions."""
+    """What a rank sends to and receives from other ranks: by rank, spans or positions in ascending order."""
 
     sends: Mapping[int, tuple[int, ...]]
     receives: Mapping[int, tuple[int, ...]]
 
-    def reversed(self) -> Messages:
-        """Return the messages of backward where each gradient goes back to its sender."""
-        return Messages(self.receives, self.sends)
 
+def state_messages(
+    spans: Spans, rank: int, needed: Sequence[Sequence[int]], needed_by: Sequence[Sequence[int]]
+) -> Messages:
+    """Return the span indexes whose maps a rank exchanges: a map that several spans of a rank need is sent to it once.
 
-def state_messages(spans: Spans, rank: int, needed: Sequence[Sequence[int]]) -> Messages:
-    """Return the span indexes whose maps a rank exchanges, given those that every span needs (sources or targets).
-
-    A map that several spans of a rank need is sent to it once.
+    Args:
+        spans: Of all ranks.
+        rank: Whose messages.
+        needed: By every span: `sources`, and in backward `targets`.
+        needed_by: The other of the two.
     """
     sends, receives = defaultdict(set), defaultdict(set)
-    for index, span in enumerate(spans.spans):
+    for index in spans.local(rank):
         for source in needed[index]:
-            owner = spans.spans[source].rank
-            if span.rank == rank != owner:
-                receives[owner].add(source)
-            elif owner == rank != span.rank:
-                sends[span.rank].add(source)
-    return Messages(_sorted(sends), _sorted(receives))
+            receives[spans.spans[source].rank].add(source)
+        for target in needed_by[index]:
+            sends[spans.spans[target].rank].add(index)
+    return Messages(_by_peer(sends, rank), _by_peer(receives, rank))
 
 
 def halo_messages(spans: Spans, rank: int, rows: int) -> Messages:
@@ -164,12 +164,12 @@ def halo_messages(spans: Spans, rank: int, rows: int) -> Messages:
     for span in spans.spans:
         for position in range(max(spans.document_of(span.start), span.start - rows), span.start):
             owner, _ = spans.locate(position)
-            if span.rank == rank != owner:
+            if span.rank == rank:
                 receives[owner].add(position)
-            elif owner == rank != span.rank:
+            elif owner == rank:
                 sends[span.rank].add(position)
-    return Messages(_sorted(sends), _sorted(receives))
+    return Messages(_by_peer(sends, rank), _by_peer(receives, rank))
 
 
-def _sorted(items: Mapping[int, set[int]]) -> dict[int, tuple[int, ...]]:
-    return {peer: tuple(sorted(items[peer])) for peer in sorted(items)}
+def _by_peer(items: Mapping[int, set[int]], rank: int) -> dict[int, tuple[int, ...]]:
+    return {peer: tuple(sorted(items[peer])) for peer in sorted(items) if peer != rank}

@@ -36,7 +36,9 @@ def test_a_gradient_needs_the_maps_of_the_spans_that_the_state_reaches() -> None
 
 def test_a_map_goes_once_to_each_rank_that_needs_it() -> None:
     spans = zigzag()
-    assert state_messages(spans, 3, spans.sources) == Messages({0: (3,), 1: (3,), 2: (3,)}, {0: (0,), 1: (1,), 2: (2,)})
+    assert state_messages(spans, 3, spans.sources, spans.targets) == Messages(
+        {0: (3,), 1: (3,), 2: (3,)}, {0: (0,), 1: (1,), 2: (2,)}
+    )
 
 
 def test_a_halo_comes_from_several_short_spans_and_stops_at_its_document() -> None:
