@@ -35,7 +35,7 @@ class ThreadTransport(Transport):
     def wait(self, messages: Sequence[int]) -> None:
         for tag in messages:
             if tag in self._receiving:
-                sent = self._queue(tag).get(timeout=60)
+                sent = self._queue(tag).get(timeout=20)
                 for target, source in zip(self._receiving.pop(tag).tensors, sent, strict=True):
                     assert target.shape == source.shape, (tag, target.shape, source.shape)
                     target.copy_(source)
