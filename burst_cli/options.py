@@ -160,7 +160,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True)
-class LaunchManner:
+class OutputOptions:
     """How a launch talks.
 
     detach: leave the run to a process in the background once the nodes run, or be that process. form: of a rehearsal:

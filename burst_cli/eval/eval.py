@@ -10,7 +10,7 @@ import typer
 from burst_cli.app import new_verb
 from burst_cli.eval.request import evaluation_request
 from burst_cli.launch.launch import launch_request
-from burst_cli.options import ConfigDirOption, DryRunOption, LaunchManner, LaunchRequest
+from burst_cli.options import ConfigDirOption, DryRunOption, LaunchRequest, OutputOptions
 from burst_cli.overrides import complete_run_or_override
 
 app = new_verb()
@@ -33,7 +33,7 @@ def evaluate(
     request: LaunchRequest,
     config_dir: ConfigDirOption = None,
     dry_run: DryRunOption = False,
-    manner: LaunchManner,
+    manner: OutputOptions,
 ) -> int:
     """Evaluate weights: validation loss, loss by position, needles by depth. Trains and saves nothing.
 

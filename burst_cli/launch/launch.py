@@ -16,8 +16,8 @@ from burst_cli.options import (
     AsOption,
     ConfigDirOption,
     DryRunOption,
-    LaunchManner,
     LaunchRequest,
+    OutputOptions,
     OverridesArgument,
 )
 from burst_cli.overrides import ROOT_CONFIG, builtin_conf_dir, find_file, search_path
@@ -42,7 +42,7 @@ def launch(
     dry_run: DryRunOption = False,
     form: AsOption = None,
     yes: YesOption = False,
-    manner: LaunchManner,
+    manner: OutputOptions,
 ) -> int:
     """Train: write the run folder, start the ranks, show progress.
 
@@ -102,7 +102,7 @@ def confirm_demo(words: Sequence[str], folders: Sequence[Path]) -> bool:
     return typer.confirm("Start it?", err=True)
 
 
-def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
+def launch_request(request: LaunchRequest, manner: OutputOptions) -> int:
     """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.

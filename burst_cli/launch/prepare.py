@@ -13,7 +13,7 @@ from burst_cli import render
 from burst_cli.compose import compose
 from burst_cli.launch.sources import check_room, check_source, quote_source, with_source_path
 from burst_cli.options import LaunchRequest, select_nodes
-from cluster.control.runner import Asked, Survey, runner_for
+from cluster.control.runner import Survey, SurveyOptions, runner_for
 from cluster.plan import LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
 from engine.config.settings import RunConfig
@@ -63,7 +63,7 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
         room = check_room(composed.config, run_path, force=request.force)
     resumed = given.name if given is not None and request.base is not None else None
     typed, busy = request.overrides, render.stderr().status
-    asked = Asked(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
+    asked = SurveyOptions(nodes, typed, request.force, request.dry_run, health, busy, resumed=resumed)
     survey = runner.survey(composed.config, asked)
     plan = survey.plan(survey.config, run_path)
     check_run(plan.config)  # once more: the number of ranks is known only now

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from cluster.agent.folder import read_status
-from cluster.control.attempt import RunState, find_controller, glance
+from cluster.control.attempt import RunState, find_controller, read_run_state
 from cluster.control.judge import StepWatch
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
 from cluster.remote_text import number, rows, seconds_between, table, whole, word
@@ -168,7 +168,7 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     written = _written_summary(run, problems)
     facts = {} if written is not None else _config_facts(run, problems)
     summary = {**facts, **(_summary_of_metrics(run, problems) if written is None else written)}
-    seen = glance_at(run)
+    seen = try_read_run_state(run)
     if seen.problem is not None:
         problems.insert(0, seen.problem)
     else:
@@ -216,7 +216,7 @@ def _config_facts(run: RunFolder, problems: list[str]) -> dict[str, Any]:
 
 def look_at(run: RunFolder) -> RunState:
     """The state of `run`; the nodes of one that nobody controls are asked, and it is judged if it has ended."""
-    seen = glance(run)
+    seen = read_run_state(run)
     if not seen.is_lost:
         return seen
     if not (run.path / "launch.json").is_file():
@@ -230,10 +230,10 @@ def look_at(run: RunFolder) -> RunState:
         return RunState(run.read_state(), find_controller(run), is_lost=True, problem=str(error))
 
 
-def glance_at(run: RunFolder) -> RunState:
+def try_read_run_state(run: RunFolder) -> RunState:
     """The state by the run folder alone; of a run whose run.json cannot be read, that and why."""
     try:
-        return glance(run)
+        return read_run_state(run)
     except RunFolderError as error:
         return RunState({"state": "unreadable"}, problem=str(error))
 
@@ -247,7 +247,7 @@ class RunWatch:
 
     def look(self) -> RunState:
         """The present state."""
-        seen = glance(self._run)
+        seen = read_run_state(self._run)
         if not seen.is_lost:
             return seen
         if self._asked is None or time.monotonic() >= self._next_ask:

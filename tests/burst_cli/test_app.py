@@ -127,10 +127,10 @@ def test_error_with_json_is_the_one_document_on_stdout(burst) -> None:
         assert title == (found[0] if len(found) == 1 else "2 problems in the configuration")
 
 
-@pytest.mark.parametrize("words", render.GONE)
+@pytest.mark.parametrize("words", render.REMOVED)
 def test_what_is_gone_says_what_to_use(burst, words: str) -> None:
     said = burst(*words.split()[1:], "--more", "words")
-    assert (said.code, said.err) == (2, f"error: {words} is gone: {render.GONE[words]}\n")
+    assert (said.code, said.err) == (2, f"error: {words} is gone: {render.REMOVED[words]}\n")
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(burst) -> None:

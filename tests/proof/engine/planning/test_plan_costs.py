@@ -89,9 +89,7 @@ def test_one_ring_moves_what_the_published_formulas_say(size: int, wire: Any) ->
     ("grid", "kv_heads"), [((2, 2, 2), 8), ((4, 2, 1), 4), ((2, 1, 4), 2), ((8, 1, 1), 8), ((4, 1, 1), 2)]
 )
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_two_dimensions_move_the_exchange_and_the_hops_of_the_double_ring(
-    grid: tuple[int, int, int], kv_heads: int, wire: Any
-) -> None:
+def test_traffic_of_two_dimensions_equals_the_formula(grid: tuple[int, int, int], kv_heads: int, wire: Any) -> None:
     """(h-1)/h of rows, then W (w-1) inner and W-1 outer hops of K,V."""
     (heads, inner, outer), wide = grid, 2 if wire == "float32" else 1  # numbers of 16 bits in a gradient's
     plans = plans_of(ring_method(inner, outer, heads=heads, kv_replicated=heads > kv_heads, gradient_wire_dtype=wire))
@@ -186,7 +184,7 @@ def test_reversed_blocks_return_to_their_owner_with_gradients(inner: int, outer:
 
 @pytest.mark.parametrize("circulates", ["q", "kv"])
 @pytest.mark.parametrize(("inner", "outer"), [(w, o) for w, o in SHAPES if w * o in (2, 6, 8)])
-def test_a_tail_hides_the_way_home_and_costs_no_hop(inner: int, outer: int, circulates: Any) -> None:
+def test_deferred_tiles_hide_the_last_gradients_without_further_hops(inner: int, outer: int, circulates: Any) -> None:
     ring = ring_method(inner, outer, backward_circulates=circulates)
     plain = plans_of(ring).backward
     two_levels = inner > 1 and outer > 1

@@ -120,7 +120,7 @@ EXAMPLES = {**dict.fromkeys(PLANNERS, 60), "chunks": 35}  # of chunks one takes 
 @pytest.mark.parametrize(
     ("planner", "examples"), [*EXAMPLES.items(), pytest.param("chunks", 120, marks=pytest.mark.thorough)]
 )
-def test_anything_that_a_planner_takes_is_proven_and_equals_dense_attention(planner: str, examples: int) -> None:
+def test_all_plans_of_a_planner_equal_dense_attention(planner: str, examples: int) -> None:
     settings(max_examples=examples, deadline=None, derandomize=True)(given(PLANNERS[planner], st.data())(prove))()
 
 

@@ -236,9 +236,12 @@ def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> N
     assert [data for data, is_told in told.items() if is_told] == ["bpe"]
 
 
-def test_what_ranks_find_each_other_by_is_not_set_by_hand_and_no_value_is_told() -> None:
+def test_problems_do_not_show_values_of_variables() -> None:
     (problem,) = problems(config('cluster.environment=["TOKEN=canary-7f3a\\n"]'))
     assert "canary" not in problem.text
+
+
+def test_variables_of_torchrun_or_burst_cannot_be_set() -> None:
     ours = ["BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"]
     theirs = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     found = problems(config(f"cluster.environment=[{', '.join(f'{name}=1' for name in (*ours, *theirs))}]"))

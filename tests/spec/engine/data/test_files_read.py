@@ -100,7 +100,7 @@ CHATS = """{"messages": [{"role": "user", "content": "q"}, {"role": "assistant",
 """
 
 
-def test_bad_rows_are_left_out_and_counted_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_bad_row_skip_counts_the_rows_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
     rows = b'{"text": "one"}\n{bad\n{"other": 1}\n{"text": 5}\n{"text": "\xff"}\n{"text": "two"}\n'
     (tmp_path / "a.jsonl").write_bytes(rows)

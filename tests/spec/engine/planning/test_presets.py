@@ -273,7 +273,7 @@ def layers_of(
     return method, [layer.recompute_before for layer in attention_layers(config, method)]
 
 
-def test_masks_and_policies_take_turns_together() -> None:
+def test_patterns_of_masks_combine_with_those_of_policies() -> None:
     kinds: tuple[CheckpointKind, ...] = ("full", "seq_fraction", "attn_out", "none")
     _, cuts = layers_of(MemoryConfig(checkpoint_layers=kinds), mask_layers=("causal", "full", "causal"))
     assert cuts == [104, 48, 0, None] * 3  # 100 tokens are padded to 104; half, in units of 2 * 4 tokens: 48 or 56

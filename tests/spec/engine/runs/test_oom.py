@@ -143,8 +143,6 @@ RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
         ),
     ],
 )
-def test_advice_goes_from_cheap_to_dear_and_names_what_helps_there(
-    config: RunConfig, where: Any, expected: list[str]
-) -> None:
+def test_advice_is_ordered_by_its_cost(config: RunConfig, where: Any, expected: list[str]) -> None:
     found = less_memory(config, where)
     assert [change[: len(begin)] for change, begin in zip(found, expected, strict=True)] == expected

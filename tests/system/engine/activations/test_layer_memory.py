@@ -146,7 +146,7 @@ def matmul_flops(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("name", ["attn_out", "every 2"])
-def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ranks: Pools, name: str) -> None:
+def test_recomputed_products_equal_the_counted_ones(ranks: Pools, name: str) -> None:
     """The counter sees all products, so a single one of attention's would show."""
     config = config_of("single", POLICIES[name])
     method = method_of(config, Topology(1, 1))
