@@ -54,6 +54,11 @@ class LinearLayers:
         self.mixers = [part for part in model.modules() if type(part).__name__.endswith(family.mixer)]
 
     @property
+    def layers(self) -> set[int]:
+        """Indexes of the linear layers in the model."""
+        return {index for index, kind in enumerate(self._config.layer_types) if kind == self.family.layer_type}
+
+    @property
     def parts(self) -> set[nn.Module]:
         """All modules inside the mixers, such as their convolutions."""
         return {part for mixer in self.mixers for part in mixer.modules()}
@@ -78,8 +83,8 @@ class LinearLayers:
         if self.family.chunk_rule is not None:
             replacements[self.family.chunk_rule] = _ChunkRule
         for name, replacement in replacements.items():
-            stock = getattr(self._module, name)
-            if not isinstance(stock, _Replacement):
+            stock = getattr(self._module, name, None)
+            if stock is not None and not isinstance(stock, _Replacement):
                 setattr(self._module, name, replacement(stock, self._module, mask_type))
 
     def add_checks(self, implementation: str) -> None:
