@@ -21,7 +21,7 @@ class FlashLinearDeltaRule:
     give all that the state before the span is needed for:
 
         output       [out_0 | L]     out = out_0 + L S_in
-        final state  [B | A]         S_out = A S_in + B
+        final state  [B | A]         S_out = A S_in + B; A is zero where a document begins in the span
     """
 
     name = "flash-linear-attention"
@@ -66,9 +66,7 @@ class FlashLinearDeltaRule:
             .transpose(0, 1)
             .flatten(1, 2)
         )
-        ends_alone = torch.tensor([len(p) == 1 and p[0].start > p[0].document for p in parts], device=v.device)
-        transitions = maps[..., dv:] * ends_alone[:, None, None, None]
-        states = scan_states(transitions, maps[..., :dv].contiguous(), sequence, [1] * len(parts))
+        states = scan_states(maps[..., dv:], maps[..., :dv], sequence, [1] * len(parts))
         passed = _read(out[..., dv:], states, sequence, batch).to(v.dtype)
         return torch.add(out[..., :dv], passed)
 
