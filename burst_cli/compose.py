@@ -33,6 +33,7 @@ from yaml import dump
 
 from burst_cli.config_files import ConfigFiles, shown_path
 from burst_cli.overrides import (
+    JSON_KEYS,
     MOST_CELLS,
     ROOT_CONFIG,
     Axis,
@@ -292,7 +293,10 @@ def _without(places: dict[str, T], keys: Sequence[str]) -> dict[str, T]:
 
 
 def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
-    """The dotted keys of all values in nested tables; the prefix itself for a value that is no table."""
+    """The dotted keys of all settings in nested tables; the prefix itself for a value that is no table."""
+    if (table := next((key for key in JSON_KEYS if f"{prefix}.".startswith(f"{key}.")), None)) is not None:
+        yield table
+        return
     if not isinstance(value, Mapping):
         yield prefix
         return

@@ -358,6 +358,7 @@ def needed_modules(config: RunConfig) -> tuple[str, ...]:
         "jinja2": data.messages_field is not None and not is_tokenised,
         "pyarrow": data.format == "parquet",
         "torchao": config.memory.moments_dtype == "int8",
+        "transformers": config.model.implementation == "hf",
         "tensorboard": config.train.tensorboard,
     }
     return ("torch", "numpy", "yaml", "safetensors", *(name for name, is_needed in conditions.items() if is_needed))

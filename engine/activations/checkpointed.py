@@ -32,14 +32,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
 from engine.activations.layer_call import LayerCall, LayerExecution
+from engine.activations.module_call import run_module
 from engine.activations.saved import offloaded
 from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors
 from engine.attention.runtime import ForwardPass, PlannedAttention
+from engine.model.decoder import AttentionFn, Decoder
 from engine.model.dropout import Dropout
-from engine.model.llama import AttentionFn, LlamaModel, TransformerBlock
+from engine.model.llama import TransformerBlock
 
 
-def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> None:
+def apply_policies(model: Decoder, executions: Sequence[LayerExecution]) -> None:
     """Replace the forward of every layer by one that follows its `LayerExecution`, in place.
 
     Layers with a policy other than `none`, or with tiles, must then be called with attention that has a `runtime`
@@ -50,12 +52,14 @@ def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> N
         executions: One per layer, in order.
     """
     model.activation_store = executions[0].store
-    for layer, execution in zip(model.layers, executions, strict=True):
-        assert isinstance(layer, TransformerBlock)
-        run = run_of(layer, execution)
+    for index, (layer, execution) in enumerate(zip(model.layers, executions, strict=True)):
+        if isinstance(layer, TransformerBlock):
+            run = run_of(layer, execution)
+        else:
+            run = functools.partial(run_module, layer, layer.forward, execution, model.routers_of(index))
         if run is not None:
             # Set on the instance: FSDP's hooks wrap the call, so weights are gathered before forward and backward.
-            layer.forward = run  # type: ignore[method-assign]
+            layer.forward = run
     for layer, before, execution in zip(model.layers[1:], executions, executions[1:], strict=False):
         if isinstance(before.store, HostStore) and execution.store is not before.store:
             layer.register_forward_hook(functools.partial(_wait_pending, before.store))

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
 from engine.attention.merge import add_kv, backward_stats, finish, merge_tile, surrogate_out
+from engine.attention.sinks import SinkGradients
 from engine.device.row_blocks import accumulate_dtype, ends
 from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.kernels.attention.heads import HeadSlices, call_elements, head_slices, split_heads
@@ -43,14 +44,26 @@ class TensorArithmetic:
     """
 
     def __init__(
-        self, shape: AttentionShape, kernel: TileKernel, *, lease: Lease | None = None, sinks: Tensor | None = None
+        self,
+        shape: AttentionShape,
+        kernel: TileKernel,
+        *,
+        lease: Lease | None = None,
+        sinks: Tensor | None = None,
+        sink_gradients: SinkGradients | None = None,
     ) -> None:
-        """`sinks`: [num_heads], one more logit per query head in the softmax's denominator (see `merge.finish`).
+        """Start one run of a plan.
 
-        No model passes them as yet.
+        Args:
+            shape: Of the call.
+            kernel: Computes its tiles.
+            lease: Where buffers come from that are neither input nor output; None: new ones.
+            sinks: Learnable sinks [num_heads] of a forward pass, in the dtype of sums (see `merge.finish`).
+            sink_gradients: Of a backward pass that forms statistics of its rows: their shares are added there.
         """
         self.shape = shape
         self._sinks = sinks
+        self._sink_gradients = sink_gradients
         self.kernel = kernel
         self._lease = lease
         self._late: _KvGradients | None = None
@@ -135,7 +148,10 @@ class TensorArithmetic:
             return
         assert src is not None
         if op == "stats":
-            dst.fields["stats"].copy_(backward_stats(dst.fields["dout"], src.fields["out"], src.fields["lse"]))
+            rows = (dst.fields["dout"], src.fields["out"], src.fields["lse"])
+            dst.fields["stats"].copy_(backward_stats(*rows))
+            if self._sink_gradients is not None:  # chunks of dout on the device are not seen again
+                self._sink_gradients.add(src.buffer.heads, *rows)
             return
         if op in ("merge", "finish"):
             (out, partial_out), (lse, partial_lse) = (self._same_heads(name, dst, src) for name in ("out", "lse"))

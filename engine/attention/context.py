@@ -8,7 +8,7 @@ out = context(q, k, v)                          differentiable; every rank of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Protocol
@@ -64,6 +64,14 @@ class HeadShape:
             )
         if problems:
             raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Heads of one layer, and the kernel that computes them."""
+
+    shape: HeadShape
+    kernel: TileKernel
 
 
 class SequenceRanks(Protocol):
@@ -145,9 +153,11 @@ class SequenceContext:
         layers: Sequence[LayerAttention],
         runtimes: Sequence[AttentionRuntime],
         parallel: SequenceRanks | None = None,
+        heads: Sequence[LayerHeads] = (),
     ) -> None:
         self.group, self.blocks, self.layers, self.runtimes = group, blocks, tuple(layers), tuple(runtimes)
         self._parallel = parallel  # that made it; None: made for its plans alone
+        self._heads = tuple(heads)  # of the layers; (): those of `parallel`
 
     @property
     def parallel(self) -> SequenceRanks:
@@ -205,9 +215,13 @@ class SequenceContext:
         """Plans of the first layer."""
         return self.runtimes[0]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0, sinks: Tensor | None = None) -> Tensor:
         """`attention` of a layer without its checks: out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
-        return run_attention(q, k, v, self.runtimes[layer % len(self.runtimes)])
+        return run_attention(q, k, v, self.runtimes[layer % len(self.runtimes)], sinks)
+
+    def heads(self, layer: int = 0) -> HeadShape:
+        """Heads of a layer."""
+        return self._heads[layer % len(self._heads)].shape if self._heads else self.parallel.heads
 
     def functions(self, num_layers: int) -> list[AttentionFn]:
         """Attention of every layer of a model, for its forward passes one after the other."""
@@ -217,7 +231,8 @@ class SequenceContext:
 
     def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> SequenceContext:
         """The same with changed runtimes, such as another transport; for benchmarks and tests."""
-        return SequenceContext(self.group, self.blocks, self.layers, [*map(change, self.runtimes)], self._parallel)
+        runtimes = [*map(change, self.runtimes)]
+        return SequenceContext(self.group, self.blocks, self.layers, runtimes, self._parallel, self._heads)
 
     def shard(self, whole: Tensor, dim: int = 1, pad_value: float = 0) -> Tensor:
         """This rank's rows of a tensor with all seq_len of them along `dim`, padding filled, on the context's device.
@@ -268,52 +283,85 @@ class SequenceContext:
 
 
 def build_context(
-    group: AttentionGroup, layers: Sequence[LayerAttention], padded_len: int, parallel: SequenceRanks | None = None
+    group: AttentionGroup,
+    layers: Sequence[LayerAttention],
+    padded_len: int,
+    parallel: SequenceRanks | None = None,
+    heads: Sequence[LayerHeads] = (),
 ) -> SequenceContext:
-    """Plans of this rank for the given layers; `padded_len` tokens are divided, those past the masks' length unseen."""
+    """Plans of this rank for the given layers.
+
+    Args:
+        group: This rank's.
+        layers: Those that repeat.
+        padded_len: Tokens that are divided; those past the masks' length are not seen.
+        parallel: Whose context it is; None: made for its plans alone.
+        heads: Of each of `layers`; (): the same of all, with the kernel of `group`. Plans do not depend on them.
+    """
     blocks = divide_sequence(layers[0].method, padded_len, [layer.mask for layer in layers])
-    runtimes: dict[LayerAttention, AttentionRuntime] = {}
-    for layer in layers:
-        if layer not in runtimes:
+    kernels = [each.kernel for each in heads] or [group.kernel] * len(layers)
+    made: dict[LayerAttention, AttentionRuntime] = {}
+    runtimes = []
+    for layer, kernel in zip(layers, kernels, strict=True):
+        if layer not in made:
             cut = layer.recompute_before
             plans = plan_method(layer.method, layer.mask, blocks, group.rank, recompute_before=cut)
-            runtimes[layer] = AttentionRuntime(
+            made[layer] = AttentionRuntime(
                 plans.forward.ranks[group.rank],
                 plans.backward.ranks[group.rank],
-                group.kernel,
+                kernel,
                 group.transport,
                 getattr(torch, layer.method.gradient_wire_dtype),
                 pool=group.pool,
                 recompute=plans.recompute.ranks[group.rank] if plans.recompute else None,
                 recomputed_rows=0 if cut is None else blocks.recomputed_rows(cut, group.rank),
             )
-    return SequenceContext(group, blocks, layers, [runtimes[layer] for layer in layers], parallel)
+        runtime = made[layer]
+        runtimes.append(runtime if runtime.kernel is kernel else replace(runtime, kernel=kernel))
+    return SequenceContext(group, blocks, layers, runtimes, parallel, heads)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, layer: int = 0) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, layer: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """out [B, T, H, v_dim]: softmax(q k^T / sqrt(head_dim)) v of this rank's queries over the keys of all ranks.
 
-    q [B, T, H, head_dim], k [B, T, K, head_dim] and v [B, T, K, v_dim] in the context's dtype, on its device, rows in
-    the order of `context.positions`. `layer` chooses among the masks that the context was given.
-
-    Under autocast the tensors are cast first, as torch's own attention does; the context's dtype is then autocast's.
+    Under autocast q, k and v are cast first, as torch's own attention does; the context's dtype is then autocast's.
 
     Differentiable. All ranks of the group must call it, and run backward through it, equally often in the same order:
-    each call sends messages that the others wait for. Raises ValueError for tensors that do not fit.
+    each call sends messages that the others wait for.
+
+    Args:
+        q: [B, T, H, head_dim] in the context's dtype, on its device, as k and v; rows in the order of
+            `context.positions`.
+        k: [B, T, K, head_dim].
+        v: [B, T, K, v_dim].
+        context: Plans and ranks.
+        layer: Chooses among the masks, and the shapes of heads, that the context was given.
+        sinks: Learnable attention sinks [H] of this rank's query heads, of any floating dtype: one logit more per head
+            in the softmax's denominator, without a value (GPT-OSS). Their gradient is this rank's share, as that of
+            any parameter: sum it over the ranks (`ContextParallel.sum_gradients`, DDP, FSDP). They have nothing to do
+            with the first tokens that `Mask(sink=)` lets every window see.
+
+    Raises:
+        ValueError: a tensor does not fit.
     """
     kind = context.parallel.device.type
     if torch.is_autocast_enabled(kind):
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    problems = _input_problems(q, k, v, context)
+    heads = context.heads(layer)
+    problems = _input_problems(q, k, v, context, heads)
+    if sinks is not None:
+        problems += _sink_problems(sinks, heads.num_heads, context.parallel.device)
     if problems:
         raise ValueError("attention: " + "; ".join(problems))
     with torch.autocast(kind, enabled=False):
-        return context(q, k, v, layer)
+        return context(q, k, v, layer, sinks)
 
 
-def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> list[str]:
+def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, heads: HeadShape) -> list[str]:
     """One sentence per tensor that does not fit."""
-    parallel, heads = context.parallel, context.parallel.heads
+    parallel = context.parallel
     problems = []
     batch = q.shape[0] if q.dim() == 4 else "B"
     rows = context.local_len
@@ -336,4 +384,16 @@ def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -
             )
         if tensor.device.type != parallel.device.type:
             problems.append(f"{name} lies on {tensor.device}, expected {parallel.device}")
+    return problems
+
+
+def _sink_problems(sinks: Tensor, num_heads: int, device: torch.device) -> list[str]:
+    """One sentence per property of learnable sinks that does not fit."""
+    problems = []
+    if tuple(sinks.shape) != (num_heads,):
+        problems.append(f"sinks has shape {tuple(sinks.shape)}, expected one number per query head: ({num_heads},)")
+    if not sinks.dtype.is_floating_point:
+        problems.append(f"sinks is {sinks.dtype}, expected a floating dtype")
+    if sinks.device.type != device.type:
+        problems.append(f"sinks lies on {sinks.device}, expected {device}")
     return problems

@@ -9,7 +9,9 @@ The model computes its rows as ever and reaches us through `transformers.Attenti
 travels with it as the keyword argument `sequence`, which transformers' models pass on to their attention; so no state
 is kept in the model, and a call without it is refused. A call that lost another argument of `shard_inputs` on its way
 is refused by forward pre-hooks, and a model that is not enabled by the `attention_mask` (`ShardMask`). Every feature of
-transformers that this attention does not have is refused by name: none is ignored. See docs/library.md.
+transformers that this attention does not have is refused by name: none is ignored. What a model asks for is seen when
+it is enabled, in a forward pass of two tokens that records its calls of attention (`engine.attention.model_calls`).
+See docs/library.md and docs/models.md.
 """
 
 from __future__ import annotations
@@ -23,9 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.context import SequenceContext, attention
+from engine.attention.context import HeadShape, SequenceContext, attention
 from engine.attention.library import ContextParallel
-from engine.attention.linear.hugging_face import find_linear_layers
+from engine.attention.linear.hugging_face import LinearLayers, find_linear_layers
+from engine.attention.linear.sequence import LinearSequence
+from engine.attention.model_calls import (
+    AttentionCall,
+    AttentionProbe,
+    call_problems,
+    describe_call,
+    layer_heads,
+    option_problems,
+    probe_attention,
+)
 from engine.config.errors import ConfigError
 from engine.config.settings import MaskKind
 from engine.data.sampler import IGNORE_INDEX
@@ -34,11 +46,6 @@ from engine.planning.visibility.mask import Mask
 IMPLEMENTATION = "burst_context_parallel"
 MAX_CACHED_CONTEXTS = 8  # batches with other lengths or documents need other plans
 
-# Keyword arguments that transformers hands to every attention and that do not change what is computed.
-_HARMLESS = frozenset(
-    {"position_ids", "position_embeddings", "cache_position", "shift_labels", "num_items_in_batch"}
-    | {"output_hidden_states", "return_dict", "logits_to_keep"}
-)
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -64,6 +71,15 @@ class ModelSequence:
         self.context = context
         self.windows = windows
         self.position_ids = position_ids
+
+    @property
+    def linear(self) -> LinearSequence:
+        """The sequences for the model's linear layers."""
+        return self.context.linear
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return out [B, T, H, v_dim] of this rank's rows; arguments as of `attention`."""
+        return attention(q, k, v, self.context, layer, sinks)
 
 
 class ShardMask(Tensor):
@@ -93,10 +109,12 @@ class InputSharder:
         parallel: ContextParallel,
         mask: Mask | MaskKind | Sequence[Mask | MaskKind],
         windows: tuple[int | None, ...],
+        heads: tuple[HeadShape, ...],
     ) -> None:
         self.parallel = parallel
         self._mask = mask
         self._windows = windows
+        self._heads = heads
         self._context = functools.lru_cache(maxsize=MAX_CACHED_CONTEXTS)(self._build_context)
 
     def context(self, seq_len: int, documents: Sequence[int] = ()) -> SequenceContext:
@@ -129,15 +147,9 @@ class InputSharder:
             raise ValueError(f"shard_inputs: got input_ids {tuple(input_ids.shape)}{given}; expected [batch, seq_len]")
         batch, seq_len = input_ids.shape
         context = self.context(seq_len, documents)
-        rows = _document_positions(context, documents)
-        positions = rows.expand(batch, -1)
-        inputs: dict[str, Any] = {
-            "input_ids": context.shard(input_ids),
-            "attention_mask": torch.ones_like(positions, dtype=torch.bool).as_subclass(ShardMask),
-            "position_ids": positions,
-            "use_cache": False,
-            "sequence": ModelSequence(context, self._windows, rows),
-        }
+        rows = document_positions(context.positions, context.seq_len, documents)[None]
+        sequence = ModelSequence(context, self._windows, rows)
+        inputs = {**_decoder_inputs(context.shard(input_ids), rows.expand(batch, -1)), "sequence": sequence}
         if labels is not None:
             shifted = shift_labels(labels, documents)
             count = int((shifted != IGNORE_INDEX).sum()) if num_items_in_batch is None else num_items_in_batch
@@ -149,10 +161,8 @@ class InputSharder:
         return inputs
 
     def _build_context(self, seq_len: int, documents: tuple[int, ...]) -> SequenceContext:
-        if not any(self._windows):
-            return self.parallel.context(seq_len, self._mask, documents)
-        masks = [Mask(seq_len, window=window) for window in self._windows]
-        return self.parallel.context(seq_len, masks, documents)
+        mask = [Mask(seq_len, window=window) for window in self._windows] if any(self._windows) else self._mask
+        return self.parallel.context(seq_len, mask, documents, self._heads)
 
 
 def enable_context_parallel(
@@ -168,6 +178,9 @@ def enable_context_parallel(
     From then on the model must be called with the arguments of `shard_inputs`, by all ranks of the group, equally
     often and in the same order. Sends nothing itself. Raises ConfigError with everything about the model that context
     parallelism would get wrong; the model is then unchanged.
+
+    The model makes a forward pass of two tokens here, on its own device and without gradients, in which its calls of
+    attention are recorded and not computed. Layers may have different heads, of which `parallel` is made for some.
     """
     transformers = _import_transformers()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -175,25 +188,81 @@ def enable_context_parallel(
             f"model: got {type(model).__name__}, expected a transformers.PreTrainedModel; call this before the model "
             "is wrapped (DDP, compile), or use engine.attention.attention in a model of your own"
         )
-    problems = [f"{type(model).__name__}: {problem}" for problem in _model_problems(model, parallel)]
     linear = find_linear_layers(model)
-    if linear is not None:
-        problems += [f"{type(model).__name__}: {problem}" for problem in linear.problems(parallel.method.layout)]
-    windows = _layer_windows(model.config)
+    problems = [*model_problems(model, linear), *(() if linear is None else linear.problems(parallel.method.layout))]
+    windows = layer_windows(model.config)
     if any(windows) and mask != "causal":
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
+    _register(transformers)
+    heads: tuple[HeadShape, ...] = ()
+    if not problems:
+        calls, problems = _recorded_calls(model)
+        heads = layer_heads(calls)
+        silent_layers = () if linear is None else linear.layers
+        problems = problems or [*call_problems(calls, windows, silent_layers), *_head_problems(heads, parallel)]
     if problems:
-        raise ConfigError(problems)
-    transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
-    model.set_attn_implementation(IMPLEMENTATION)
+        raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
+    use_attention(model)
     if linear is not None:
-        linear.replace_functions(ShardMask)
         linear.add_checks(IMPLEMENTATION)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
-    return InputSharder(parallel, mask, windows)
+    return InputSharder(parallel, mask, windows, heads)
+
+
+def _register(transformers: Any) -> None:
+    transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
+
+
+def _recorded_calls(model: Any) -> tuple[list[AttentionCall], list[str]]:
+    """The model's calls of attention, or why it makes none under context parallelism; the model is not changed."""
+    before, experts = model.config._attn_implementation, model.config._experts_implementation
+    device = next(model.parameters()).device
+    positions = torch.arange(2, device=device)[None]
+    linear = find_linear_layers(model)
+    if linear is not None:
+        linear.replace_functions(ShardMask)
+    model.set_attn_implementation(IMPLEMENTATION)
+    if device.type == "meta" and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the router
+    try:
+        return probe_attention(model, _decoder_inputs(torch.zeros_like(positions), positions)), []
+    except Exception as error:  # whatever the model's own code raises
+        return [], [f"a forward pass of two tokens failed: {type(error).__name__}: {error}"]
+    finally:
+        model.set_attn_implementation(before)
+        if device.type == "meta" and model._can_set_experts_implementation():
+            model.set_experts_implementation(experts)
+
+
+def _decoder_inputs(input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
+    """What every call of a model gets, beside the sequence and labels: input_ids and positions [B, T] of its rows."""
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(positions, dtype=torch.bool).as_subclass(ShardMask),
+        "position_ids": positions,
+        "use_cache": False,
+    }
+
+
+def model_heads(model: nn.Module) -> tuple[HeadShape, ...]:
+    """Heads of the model's layers in order, of one of them where all have the same: what a ContextParallel is made for.
+
+    The model makes a forward pass of two tokens. Raises ConfigError if that fails under context parallelism.
+    """
+    _register(_import_transformers())
+    calls, problems = _recorded_calls(model)
+    if problems:
+        raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
+    return layer_heads(calls)
+
+
+def use_attention(model: Any) -> None:
+    """Make a transformers model call `attention_forward` for its attention, and `refuse_masks` for its masks."""
+    _register(_import_transformers())
+    model.set_attn_implementation(IMPLEMENTATION)
 
 
 def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
@@ -209,7 +278,7 @@ def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
 def check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a decoder: with a `sequence`, ValueError unless it gets the position ids of its rows."""
     sequence = kwargs.get("sequence")
-    if sequence is None:
+    if not isinstance(sequence, ModelSequence):
         return
     rows, given = sequence.position_ids, _arguments(module, args, kwargs).get("position_ids")
     if given is None or given.shape[-1:] != rows.shape[-1:] or not torch.equal(given, rows.expand_as(given)):
@@ -245,11 +314,27 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    sequence: ModelSequence | None = None,
+    sequence: ModelSequence | AttentionProbe | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers.AttentionInterface` calls: (out [B, T, H, D], no weights) of query [B, H, T, D] and key, value
-    [B, K, T, D].
+    """What `transformers.AttentionInterface` calls.
+
+    Args:
+        module: The layer's attention.
+        query: [B, H, T, head_dim].
+        key: [B, K, T, head_dim].
+        value: [B, K, T, v_dim].
+        attention_mask: Refused.
+        dropout: Refused unless 0.
+        scaling: Of the scores; None: 1/sqrt(head_dim).
+        sliding_window: That of the layer by the model's config.
+        sequence: From `shard_inputs`, or of the forward pass that enabled the model.
+        s_aux: Learnable attention sinks [H], as transformers calls them; None: the layer has none.
+        options: Refused if they would change a result.
+
+    Returns:
+        out [B, T, H, v_dim], and no weights.
     """
     if sequence is None:
         raise ValueError(
@@ -257,7 +342,9 @@ def attention_forward(
             "that InputSharder.shard_inputs returns, or does not hand `sequence` on to its attention. Generation needs "
             'a model without context parallelism: model.set_attn_implementation("sdpa")'
         )
-    problems = list(_option_problems(module, attention_mask, dropout, options))
+    problems = list(option_problems(module, attention_mask, dropout, options))
+    if isinstance(sequence, AttentionProbe):
+        return sequence.record(describe_call(module, (query, key, value), sliding_window, problems), query), None
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = sequence.windows[layer]
     if sliding_window != window:
@@ -268,7 +355,7 @@ def attention_forward(
     if scaling is not None:
         factor = scaling * math.sqrt(query.shape[-1])  # kernels scale by 1/sqrt(D)
         q = q if math.isclose(factor, 1.0, rel_tol=1e-9) else q * factor
-    return attention(q, k, v, sequence.context, layer), None
+    return sequence.attend(layer, q, k, v, s_aux), None
 
 
 def refuse_masks(
@@ -294,54 +381,48 @@ def refuse_masks(
         raise ValueError("context parallelism: " + "; ".join(problems))
 
 
-def _option_problems(
-    module: nn.Module, attention_mask: Tensor | None, dropout: float, options: Mapping[str, Any]
-) -> Iterator[str]:
-    """One sentence per argument of an attention call that context parallelism does not have."""
-    if attention_mask is not None:
-        yield "was given an attention_mask; masks go to enable_context_parallel(mask=), documents to shard_inputs"
-    if dropout:
-        yield f"asks for dropout {dropout}; set the config's attention_dropout to 0"
-    causal = options.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        yield "is not causal"
-    for name, value in options.items():
-        if name not in _HARMLESS and name != "is_causal" and value is not None and value is not False:
-            yield f"asks for {name}, which attention over several ranks does not have"
+def model_problems(model: Any, linear: LinearLayers | None = None) -> Iterator[str]:
+    """One sentence per property of the model that would be computed wrongly and that its calls of attention hide.
 
-
-def _model_problems(model: Any, parallel: ContextParallel) -> Iterator[str]:
-    """One sentence per property of the model that would be computed wrongly."""
-    config, heads = model.config, parallel.heads
+    `linear`: its linear layers, where these run over all ranks; None: they are refused.
+    """
+    config = model.config
     if not model._can_set_attn_implementation():
         yield "its attention is not exchangeable (it does not use transformers.AttentionInterface)"
-    if config.get_text_config() is not config or not hasattr(config, "num_attention_heads"):
+    if config.get_text_config() is not config:
         yield "it is not a language model made of attention layers alone; enable the text model of a larger one"
         return
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    found = (config.num_attention_heads, kv_heads, head_dim)
-    if found != (heads.num_heads, heads.num_kv_heads, heads.head_dim) or heads.v_dim != heads.head_dim:
-        yield f"has (num_heads, num_kv_heads, head_dim) = {found}, but ContextParallel was made for {heads}"
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if getattr(config, name, 0):
-            yield f"config.{name} is {getattr(config, name)}; attention over several ranks has no dropout, set 0"
+        if rate := _any_layer(config, name):
+            yield f"config.{name} is {rate}; attention over several ranks has no dropout, set 0"
     for name in ("attn_logit_softcapping", "attention_chunk_size", "output_attentions", "output_router_logits"):
-        if getattr(config, name, None):
-            yield f"config.{name} is {getattr(config, name)}, which context parallelism does not have"
-    yield from _sequence_problems(model)
+        if value := _any_layer(config, name):
+            yield f"config.{name} is {value}, which context parallelism does not have"
+    yield from _sequence_problems(model, linear)
 
 
-def _sequence_problems(model: Any) -> Iterator[str]:
-    """Parts of the model, besides attention, that look at more than one position."""
+def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Iterator[str]:
+    """Why the ranks cannot divide the heads of all layers."""
+    shapes = list(dict.fromkeys(heads))
+    if shapes and parallel.heads not in shapes:
+        yield (
+            f"has {' and '.join(map(str, shapes))}, but ContextParallel was made for {parallel.heads}; give it "
+            f"the num_heads, num_kv_heads, head_dim and v_dim of {'the model' if len(shapes) == 1 else 'one of these'}"
+        )
+        return
+    for shape in shapes:
+        yield from parallel.head_problems(shape)
+
+
+def _sequence_problems(model: Any, linear: LinearLayers | None) -> Iterator[str]:
+    """Parts of the model, besides attention and `linear`, that look at more than one position."""
     config = model.config
-    linear = find_linear_layers(model)
     supported = (*_LAYER_TYPES, *(() if linear is None else (linear.family.layer_type,)))
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(supported))
     if others:
         yield f"has layers of type {', '.join(others)}; only {' and '.join(supported)} can be divided"
-    understood = set() if linear is None else linear.parts
-    mixers = (part for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase)) and part not in understood)
+    known = set() if linear is None else linear.parts
+    mixers = (part for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase)) and part not in known)
     mixing = sorted({type(part).__name__ for part in mixers})
     if mixing:
         yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
@@ -365,22 +446,34 @@ def _rope_types(parameters: Any) -> Iterator[str]:
             yield from _rope_types(value) if isinstance(value, Mapping) else ()
 
 
-def _layer_windows(config: Any) -> tuple[int | None, ...]:
+def _layer_configs(config: Any) -> list[Any]:
+    """The config of every layer: one and the same, unless the model's layers differ in more than their types."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * int(config.num_hidden_layers)
+
+
+def _any_layer(config: Any, name: str) -> Any:
+    """A setting in the first layer where it is neither absent nor 0; None if there is none."""
+    return next((value for layer in _layer_configs(config) if (value := getattr(layer, name, None))), None)
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
     """Sliding window in tokens of every layer, the token itself included; None: none."""
-    window: int | None = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
+    layers, types = _layer_configs(config), getattr(config, "layer_types", None)
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
     if types is None:
-        return (window,) * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+        return tuple(windows)
+    return tuple(window if kind == "sliding_attention" else None for window, kind in zip(windows, types, strict=False))
 
 
-def _document_positions(context: SequenceContext, documents: Sequence[int]) -> Tensor:
-    """Position [1, T] of every row in its document; those of padding are the last of the sequence."""
-    positions = context.positions.clamp(max=context.seq_len - 1)
-    if documents:
+def document_positions(positions: Tensor, seq_len: int, documents: Sequence[int]) -> Tensor:
+    """Return the position of every row in its document, [T]; those of padding are the last of the sequence."""
+    positions = positions.clamp(max=seq_len - 1)
+    if len(documents):
         starts = torch.tensor([int(start) for start in documents], device=positions.device)
         positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return positions[None]
+    return positions
 
 
 def _import_transformers() -> Any:

@@ -11,6 +11,7 @@ q [B, T, H, D], k and v [B, T, K, D] are this rank's rows of sequences that the 
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 import threading
 import warnings
@@ -25,7 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.attention.context import AttentionGroup, HeadShape, SequenceContext, build_context, open_transport
+from engine.attention.context import (
+    AttentionGroup,
+    HeadShape,
+    LayerHeads,
+    SequenceContext,
+    build_context,
+    open_transport,
+)
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
@@ -34,7 +42,7 @@ from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfi
 from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
-from engine.kernels.attention import KernelChoice, select_kernel
+from engine.kernels.attention import KernelChoice, TileKernel, select_kernel
 from engine.planning.methods.layers import LayerPattern, attention_layers, build_layers, layer_pattern
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
 from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
@@ -45,6 +53,7 @@ from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
 from engine.predict.machine import Machine, machine_of
 from engine.resolve.attention import resolve_attention
+from engine.resolve.legality import heads_problem
 from engine.resolve.run import ResolvedRun, resolve_run
 
 MAX_CACHED_CONTEXTS = 8  # batches with different documents need different plans
@@ -77,8 +86,8 @@ class ContextParallel:
                   torch.distributed is not initialised
     num_heads     query heads of the whole model; num_kv_heads of them for keys and values (None: as many)
     head_dim      width of one head of q and k; the softmax scale is 1/sqrt(head_dim)
-    v_dim         width of one head of v and of the output; None: head_dim. Not every kernel takes another one, and a
-                  method that is chosen by costs is chosen for heads of head_dim
+    v_dim         width of one head of v and of the output; None: head_dim. A narrower one travels as it is, and is
+                  padded with zeros in kernels that need that. Costs are predicted for heads of head_dim
     preset        a named method, see docs/attention.md; it names the attention part of a method only
     nodes         machines over which the group's ranks lie, in equal runs; None: found by host name
     dtype         of q, k and v
@@ -155,6 +164,7 @@ class ContextParallel:
             device,
             getattr(torch, config.train.compute_dtype),
             config.model.head_dim,
+            v_dim=config.model.v_head_dim or config.model.head_dim,
             windows=any(kind in WINDOWED for kind in config.attention.mask_layers or (config.attention.mask,)),
             deterministic=config.train.deterministic,
             documents=config.attention.documents,
@@ -181,7 +191,8 @@ class ContextParallel:
         self.config, self.group, self.method = config, group, method
         self._pattern: Sequence[LayerPattern] = layer_pattern(config, method)
         self.machine = None
-        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
+        v_dim = model.v_head_dim or model.head_dim
+        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, v_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
         self.device = torch.device("cpu")
         self.kernel_choice = None
@@ -209,11 +220,14 @@ class ContextParallel:
         seq_len: int,
         mask: Mask | MaskKind | Sequence[Mask | MaskKind] = "causal",
         documents: Iterable[int] = (),
+        heads: Sequence[HeadShape] = (),
     ) -> SequenceContext:
         """What this rank does for sequences of `seq_len` tokens (over all ranks); sends nothing.
 
         mask        one mask for all layers, or those of the layers in turn; a name takes its options from `axes`
         documents   ascending start positions of packed documents that no attention crosses, the first 0
+        heads       of the layers in turn, where they differ; (): those that this was made for, in all layers. The
+                    method stays the one that was chosen for these
 
         All ranks of the group must make it with the same arguments. Plans are made here: keep the context and use it
         for every sequence of this length. Raises ConfigError.
@@ -226,21 +240,42 @@ class ContextParallel:
         starts = tuple(int(start) for start in documents)
         masks = [self._mask(each, seq_len, starts) for each in chosen]
         causal: MaskKind = "causal"  # stands for each mask, some of which have no name
-        turn = replace(self.config.attention, mask_layers=(causal,) * len(masks))
+        shapes = tuple(heads) or (self.heads,)
+        problems = [problem for shape in dict.fromkeys(shapes) for problem in self.head_problems(shape)]
+        if problems:
+            raise ConfigError(problems)
+        count = math.lcm(len(masks), len(shapes))
+        turn = replace(self.config.attention, mask_layers=(causal,) * count)
         run = replace(self.config, attention=turn, train=replace(self.config.train, seq_len=seq_len))
+        of_layers = [shapes[index % len(shapes)] for index in range(count)]
         layers = [
-            replace(layer, mask=masks[index % len(masks)])
+            replace(layer, mask=masks[index % len(masks)], method=self._method_for(of_layers[index]))
             for index, layer in enumerate(attention_layers(run, self.method))
         ]
         has_documents = any(mask.documents for mask in masks)
-        group = self.group
-        if has_documents:
-            name, heads = self.config.attention.kernel, self.heads
-            kernel = select_kernel(
-                name, self.device, self.dtype, heads.head_dim, v_dim=heads.v_dim, documents=True
-            ).kernel
-            group = replace(group, kernel=kernel)
-        return build_context(group, layers, padded_length(seq_len, self.size), self)
+        kernels = {shape: self._kernel_for(shape, has_documents) for shape in set(shapes)}
+        chosen_heads = [LayerHeads(shape, kernels[shape]) for shape in of_layers]
+        return build_context(self.group, layers, padded_length(seq_len, self.size), self, chosen_heads)
+
+    def head_problems(self, shape: HeadShape) -> list[str]:
+        """Why layers with such heads cannot use this method; [] if they can. ConfigError if no kernel takes them."""
+        problem = heads_problem(
+            self.method.head_parallel_size,
+            replace(self.config.model, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads),
+        )
+        self._kernel_for(shape, has_documents=False)
+        return [f"attention.head_parallel_size: {problem}, of layers with {shape}"] if problem else []
+
+    def _method_for(self, shape: HeadShape) -> AttentionMethod:
+        return replace(self.method, kv_replicated=self.method.head_parallel_size > shape.num_kv_heads)
+
+    def _kernel_for(self, shape: HeadShape, has_documents: bool) -> TileKernel:
+        if shape == self.heads and not has_documents:
+            return self.group.kernel
+        name = self.config.attention.kernel
+        return select_kernel(
+            name, self.device, self.dtype, shape.head_dim, v_dim=shape.v_dim, documents=has_documents
+        ).kernel
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Add up every `.grad` over the ranks that share a sequence, in place. Collective over the group.

@@ -49,10 +49,11 @@ def _merge_rows(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
 def finish(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, sinks: Tensor | None = None) -> None:
     """Write (out, lse) of rows whose keys are all merged: the only place where a partial result becomes one.
 
-    A sink is a learned logit per query head, one more term of the softmax's denominator without a value (Xiao et al.
-    2024; GPT-OSS): lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward needs no change if out' and
-    lse' are saved: p = exp(scores - lse') and rowsum(dout * out') are those of the softmax with the sink, whose own
-    gradient is dsink = -sum over rows of exp(sink - lse') * rowsum(dout * out'). Rows that see no key have out' = 0.
+    A learnable sink is a logit per query head, one more term of the softmax's denominator without a value (GPT-OSS):
+    lse' = logaddexp(lse, sink) and out' = out * sigmoid(lse - sink). It has nothing to do with `Mask.sink`, the first
+    tokens that every window sees. Backward plans need no change if out' and lse' are saved: p = exp(scores - lse') and
+    rowsum(dout * out') are those of the softmax with the sink; the sink's own gradient is in `engine.attention.sinks`.
+    Rows that see no key have out' = 0, and a sink of -inf is none.
 
     Args:
         out: [n, H, D], written in its dtype; may be `partial_out` itself.
@@ -62,9 +63,10 @@ def finish(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, s
         sinks: [H] in the dtype of `lse`; None: there are none.
     """
     if sinks is not None:
-        total = torch.logaddexp(partial_lse, sinks)
-        partial_out.mul_(torch.exp(partial_lse - total).unsqueeze(-1))
-        partial_lse = total
+        # Both may be -inf, in a row without keys: the difference is then NaN.
+        weight = torch.sigmoid(partial_lse - sinks).masked_fill_(partial_lse == -torch.inf, 0.0)
+        partial_out.mul_(weight.unsqueeze(-1))
+        partial_lse = torch.logaddexp(partial_lse, sinks)
     out.copy_(partial_out)
     lse.copy_(partial_lse)
 

@@ -13,6 +13,7 @@ from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool
 from engine.attention.executor import Execution, Fields
 from engine.attention.merge import backward_stats
+from engine.attention.sinks import SinkGradients
 from engine.attention.transport import Transport
 from engine.device.host_memory import host_empty
 from engine.device.row_blocks import accumulate_dtype
@@ -53,14 +54,22 @@ class AttentionRuntime:
     transport: Transport
     wire_gradient_dtype: torch.dtype = torch.float32
     pool: BufferPool = field(default_factory=BufferPool)  # of the group: its layers run in turn
-    recompute: RankPlan | None = None  # forward again, for queries whose results were not kept
+    recompute: RankPlan | None = None  # forward again, for queries whose results were not saved
     recomputed_rows: int = 0  # first rows of the ring block that it computes
 
     @property
     def takes_stats(self) -> bool:
         """Whether backward needs `backward_stats` of the caller: queries travel, and so does a stand-in for `out`."""
-        plan = self.backward
-        return plan.buffers[plan.argument("q_dout")].kind == Kind.Q_DOUT_STATS and "dout" not in plan.arguments
+        return self._has_stats and "dout" not in self.backward.arguments
+
+    @property
+    def _plan_forms_stats(self) -> bool:
+        """Whether backward forms them itself, of rows that a head exchange brings; once of every row with keys."""
+        return self._has_stats and "dout" in self.backward.arguments
+
+    @property
+    def _has_stats(self) -> bool:
+        return self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS
 
     @property
     def on_host(self) -> bool:
@@ -80,18 +89,36 @@ class AttentionRuntime:
         return self.empty(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
     def arithmetic(
-        self, x: Tensor, num_kv_heads: int, qk_dim: int, v_dim: int, device: torch.device | None = None
+        self,
+        x: Tensor,
+        num_kv_heads: int,
+        qk_dim: int,
+        v_dim: int,
+        device: torch.device | None = None,
+        **sinks: Any,
     ) -> TensorArithmetic:
-        """Arithmetic for all heads of x [T, H, ...] and this many kv heads, on `device` (None: that of x)."""
+        """Arithmetic for all heads of x [T, H, ...] and this many kv heads, on `device` (None: that of x).
+
+        `sinks`, `sink_gradients`: see `TensorArithmetic`.
+        """
         wire = torch.float64 if x.dtype == torch.float64 else self.wire_gradient_dtype
         shape = AttentionShape(x.shape[1], num_kv_heads, qk_dim, v_dim, x.dtype, device or x.device, wire)
-        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease())
+        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease(), **sinks)
 
-    def forward_execution(self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None) -> Execution:
-        """The forward pass over contiguous q [T, H, qk_dim], k [T, K, qk_dim] and v [T, K, v_dim], not yet run;
-        `device` computes.
+    def forward_execution(
+        self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None, sinks: Tensor | None = None
+    ) -> Execution:
+        """Return the forward pass, not yet run.
+
+        Args:
+            q: [T, H, qk_dim], contiguous, as k and v.
+            k: [T, K, qk_dim].
+            v: [T, K, v_dim].
+            device: Computes; None: where q is.
+            sinks: Learnable attention sinks [H] on that device, in the dtype of sums: one logit more per query head in
+                the softmax's denominator (see `merge.finish`). None: there are none.
         """
-        return self._execution(self.forward, (q, k, v), device)
+        return self._execution(self.forward, (q, k, v), device, sinks=sinks)
 
     def _execution(
         self,
@@ -99,10 +126,11 @@ class AttentionRuntime:
         operands: tuple[Tensor, Tensor, Tensor],
         device: torch.device | None,
         out_lse: Fields | None = None,
+        sinks: Tensor | None = None,
     ) -> Execution:
         """A forward plan, not yet run; `out_lse`: results of all rows, of which the plan computes the first ones."""
         q, k, v = operands
-        arithmetic = self.arithmetic(q, k.shape[1], q.shape[2], v.shape[2], device)
+        arithmetic = self.arithmetic(q, k.shape[1], q.shape[2], v.shape[2], device, sinks=sinks)
         arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         if out_lse is not None:
             arguments["out_lse"] = out_lse
@@ -113,16 +141,24 @@ class AttentionRuntime:
         return Execution(plan, arithmetic, self.transport, arguments)
 
     def attend_again(
-        self, operands: tuple[Tensor, Tensor, Tensor], results: SavedResults | None, device: torch.device
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        results: SavedResults | None,
+        device: torch.device,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, SavedAttention]:
-        """Run forward again for contiguous q, k, v, given saved `results` of the last rows; (out, saved tensors)."""
+        """Run forward again for contiguous q, k, v, given saved `results` of the last rows; (out, saved tensors).
+
+        `sinks` are those of the forward pass; saved results include them.
+        """
         q, k, v = operands
         if self.recompute is None or results is None:
-            execution = self.forward_execution(q, k, v, device)
+            execution = self.forward_execution(q, k, v, device, sinks)
             execution.run()
             return self.collect(execution, q, k, v)
         joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
-        execution = self._execution(self.recompute, operands, device, None if joins else self._completed(results))
+        completed = None if joins else self._completed(results)
+        execution = self._execution(self.recompute, operands, device, completed, sinks)
         execution.run()
         out, saved = self.collect(execution, q, k, v)
         if joins:
@@ -140,7 +176,7 @@ class AttentionRuntime:
         return SavedResults(saved.out[first:], saved.lse[first:])
 
     def _completed(self, results: SavedResults) -> Fields:
-        """Tensors of all rows with the kept ones in place."""
+        """Tensors of all rows with the saved ones in place."""
         rows = self.recomputed_rows
         if rows == 0 or self.on_host:
             return {"out": results.out, "lse": results.lse}
@@ -165,12 +201,14 @@ class AttentionRuntime:
         *,
         stats: Tensor | None = None,
         device: torch.device | None = None,
+        sink_gradients: SinkGradients | None = None,
     ) -> Execution:
         """The backward pass, not yet run; dout [T, H, v_dim] of the own rows.
 
-        num_kv_heads   of all parts of the heads
-        stats          `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
-        device         computes; None: where dout lies
+        num_kv_heads     of all parts of the heads
+        stats            `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
+        device           computes; None: where dout lies
+        sink_gradients   of learnable sinks; complete after the pass ran and `add_sink_gradients`
         """
         names = self.backward.arguments
         kv = {"k": saved.k, "v": saved.v}
@@ -182,51 +220,73 @@ class AttentionRuntime:
             ring_dout = self.empty(saved.out.shape, saved.out.dtype, device or dout.device)
         arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
         # Where queries move, two numbers per row and head replace out: lse, and what rowsum(dout * out) follows from.
-        if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
+        if self._has_stats:
             if stats is None and self.takes_stats:
                 stats = backward_stats(dout, saved.out, saved.lse)
             elif stats is None:  # after a head exchange the plan forms them
                 stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
             arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
         qk_dim, v_dim = saved.q.shape[2], dout.shape[2]
-        arithmetic = self.arithmetic(dout, num_kv_heads or saved.k.shape[1], qk_dim, v_dim, device)
+        arithmetic = self.arithmetic(
+            dout, num_kv_heads or saved.k.shape[1], qk_dim, v_dim, device, sink_gradients=sink_gradients
+        )
         return Execution(self.backward, arithmetic, self.transport, arguments)
+
+    def add_sink_gradients(self, backward: Execution, saved: SavedAttention, gradients: SinkGradients) -> None:
+        """Complete the gradients that were given to `backward_execution`, after that ran.
+
+        A plan that forms statistics of its rows has added their shares. Else dout of all rows is in an argument of it:
+        of this rank's, or after a head exchange of the ring's.
+        """
+        if not self._plan_forms_stats:
+            buffer = self.backward.buffers[self.backward.argument("q_dout")]
+            gradients.add(buffer.heads, backward.argument("q_dout")["dout"], saved.out, saved.lse)
 
 
 class _Attention(torch.autograd.Function):
     """Runs the two plans; every piece of state lives in the autograd context."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        runtime: AttentionRuntime,
+        results: SavedResults | None,
+    ) -> Tensor:
         device, num_kv_heads = q.device, k.shape[1]
         q, k, v = (runtime.stored(x) for x in (q, k, v))
-        execution = runtime.forward_execution(q, k, v, device)
-        execution.run()
-        out, saved = runtime.collect(execution, q, k, v)
-        ctx.save_for_backward(saved.q, saved.k, saved.v, saved.out, saved.lse)
+        out, saved = runtime.attend_again((q, k, v), results, device, sinks)
+        ctx.save_for_backward(saved.q, saved.k, saved.v, saved.out, saved.lse, sinks)
         ctx.runtime, ctx.num_kv_heads = runtime, num_kv_heads
         return out.to(device, non_blocking=True)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        saved, (dout,), runtime = SavedAttention(*ctx.saved_tensors), grad_outputs, ctx.runtime
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        (*tensors, sinks), (dout,), runtime = ctx.saved_tensors, grad_outputs, ctx.runtime
+        saved = SavedAttention(*tensors)
         device, stats = dout.device, None
         if runtime.on_host and runtime.takes_stats:
             # Formed on the device: the host must not read what is still being copied there.
             out, lse = (x.to(device, non_blocking=True) for x in (saved.out, saved.lse))
             stats = runtime.stored(backward_stats(dout, out, lse))
+        gradients = SinkGradients(sinks) if ctx.needs_input_grad[3] else None
         execution = runtime.backward_execution(
-            saved, runtime.stored(dout), ctx.num_kv_heads, stats=stats, device=device
+            saved, runtime.stored(dout), ctx.num_kv_heads, stats=stats, device=device, sink_gradients=gradients
         )
         execution.run()
+        if gradients is not None:
+            runtime.add_sink_gradients(execution, saved, gradients)
         # Cast on the device, for the same reason.
         found = {**execution.argument("dq"), **execution.argument("dkv")}
         dq, dk, dv = (found[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dk", "dv"))
-        return dq, dk, dv, None
+        return dq, dk, dv, None if gradients is None else gradients.total, None, None
 
 
 class ForwardPass:
-    """What the layers of one forward pass hand to the next: the group of layers that share a kept input."""
+    """What the layers of one forward pass hand to the next: the group of layers that share a saved input."""
 
     def __init__(self) -> None:
         self.group: Any = None
@@ -244,23 +304,49 @@ class PlannedAttention:
         self.runtime = runtime
         self.forward_pass = forward_pass or ForwardPass()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """As `run_attention`."""
-        return run_attention(q, k, v, self.runtime)
+        return run_attention(q, k, v, self.runtime, sinks)
 
 
-def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime) -> Tensor:
+def run_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runtime: AttentionRuntime,
+    sinks: Tensor | None = None,
+    results: SavedResults | None = None,
+) -> Tensor:
     """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
     folded into the heads.
+
+    `sinks` [H] are learnable: one logit more per query head in the softmax's denominator. Their gradient is this rank's
+    share, to be summed over the ranks that share the sequences as that of any parameter. `results`: what
+    `record_attention` returned for equal operands, which is not computed again.
     """
     batch = q.shape[0]
     folded = [_fold(x) for x in (q, k, v)]
-    out: Tensor = _Attention.apply(*folded, runtime)  # type: ignore[no-untyped-call]
-    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
+    out: Tensor = _Attention.apply(*folded, _folded_sinks(sinks, q), runtime, results)  # type: ignore[no-untyped-call]
+    return _unfold(out, batch)
+
+
+@torch.no_grad()
+def record_attention(
+    q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, sinks: Tensor | None = None
+) -> tuple[Tensor, SavedResults]:
+    """`run_attention` without a graph; also the results that need not be computed again when it is repeated."""
+    operands = (runtime.stored(_fold(q)), runtime.stored(_fold(k)), runtime.stored(_fold(v)))
+    out, saved = runtime.attend_again(operands, None, q.device, _folded_sinks(sinks, q))
+    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.saved_results(saved)
+
+
+def _folded_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """[H] -> [B * H] in the dtype of sums: head h of sequence b is number b * H + h."""
+    return None if sinks is None else sinks.to(accumulate_dtype(q.dtype)).repeat(q.shape[0])
 
 
 def _joined(first: Tensor, last: Tensor) -> Tensor:
-    """Recomputed first rows and the others, which were kept; no copy where either has none."""
+    """Recomputed first rows and the others, which were saved; no copy where either has none."""
     if first.shape[0] and last.shape[0]:
         return torch.cat([first, last])
     return first if first.shape[0] else last
@@ -278,3 +364,8 @@ def _fold(x: Tensor) -> Tensor:
     head.
     """
     return x.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _unfold(out: Tensor, batch: int) -> Tensor:
+    """[T, B*H, D] -> [B, T, H, D], a view."""
+    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.model.decoder import has_frozen_weights, persistent_buffers
 from engine.optim.adamw import local_part, set_learning_rate
 from engine.parallel.fsdp import release_gathered_weights
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
@@ -99,9 +100,14 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trai
 
 
 def weight_tensors(model: nn.Module) -> TrainingTensors:
-    """Return the trained weights of a model alone; `check` then ignores the rest of a checkpoint."""
-    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return TrainingTensors(model, None, {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in named})
+    """Return the trained weights of a model, and its buffers that are no function of its config.
+
+    `check` then ignores the rest of a checkpoint.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Adapters on frozen weights go with the buffers of the model that these come from.
+    named = trained if has_frozen_weights(model) else {**trained, **persistent_buffers(model)}
+    return TrainingTensors(model, None, {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()})
 
 
 def _described(tensor: Tensor) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from engine.config.hints import meant_value, synonym
 
 _NOTE = "note"
+_JSON_WORDS = "a table of JSON values"
 _T = TypeVar("_T")
 _SBATCH = "name it in cluster.slurm.options, such as --{}"
 _RATE = "name it in cluster.machine.rates, such as {}=25e9"
@@ -133,6 +134,11 @@ class FieldSpec:
     choices: tuple[str, ...] | None
     note: Note
 
+    @property
+    def is_json(self) -> bool:
+        """Whether it is a table whose keys are not settings."""
+        return _JSON_WORDS in self.type_text
+
     def legal_values(self) -> tuple[str, ...]:
         """Return all values as typed if there are finitely many; else nothing."""
         if self.choices is None:
@@ -243,7 +249,7 @@ def describe_type(annotation: Any) -> str:
     if is_dataclass(annotation):
         return "a table of settings"
     if annotation is JsonObject:
-        return "a table of JSON values"
+        return _JSON_WORDS
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 

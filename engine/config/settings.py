@@ -72,6 +72,21 @@ class RopeScalingConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (Hu et al. 2021), by the library peft; needs model.implementation=hf."""
+
+    rank: int | None = setting(None, "rank of the adapters, which alone are trained; null: all weights are", at_least=1)
+    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", above=0)
+    target_modules: tuple[str, ...] = setting(
+        ("all-linear",), "names, or ends of names, of the linear layers with an adapter; all-linear: all but the head"
+    )
+    target_parameters: tuple[str, ...] = setting(
+        (), "likewise of parameters without a linear layer of their own: experts, such as mlp.experts.gate_up_proj"
+    )
+    dora: bool = setting(False, "train the length of every output's weights on its own (Liu et al. 2024)")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder: its shape and whose code computes it."""
 
@@ -88,7 +103,23 @@ class ModelConfig:
     num_layers: int = setting(4, "decoder layers", "layers", at_least=1)
     num_heads: int = setting(4, "query heads", "heads", at_least=1)
     num_kv_heads: int = setting(4, "key and value heads; fewer than num_heads: GQA", "heads", at_least=1)
-    head_dim: int = setting(64, "size of one head; even, for RoPE", at_least=2)
+    head_dim: int = setting(64, "size of one head of q and k; even, for RoPE", at_least=2)
+    v_head_dim: int | None = setting(None, "hf: size of one head of v; null: head_dim", at_least=1)
+    kv_lora_rank: int | None = setting(None, "hf: width of the compressed keys and values (MLA)", at_least=1)
+    q_lora_rank: int | None = setting(
+        None, "hf: width of the compressed queries (MLA); null: not compressed", at_least=1
+    )
+    rope_head_dim: int | None = setting(None, "hf: part of head_dim that RoPE turns (MLA)", at_least=1)
+    gated_ffn: bool = setting(True, "hf: the feed-forward has a gate, so three matrices; false: two")
+    num_moe_layers: int = setting(
+        0, "hf: layers with a mixture of experts in place of the feed-forward", "layers", at_least=0
+    )
+    num_experts: int = setting(0, "hf: experts of such a layer", "experts", at_least=0)
+    experts_per_token: int = setting(0, "hf: experts that compute a token", "experts", at_least=0)
+    expert_ffn_hidden_size: int = setting(0, "hf: inner width of one expert", at_least=0)
+    shared_expert_ffn_hidden_size: int = setting(
+        0, "hf: inner width of the experts that compute every token, together", at_least=0
+    )
     rope_theta: float = setting(10000.0, "base of the RoPE frequencies", above=0)
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     norm_eps: float = setting(1e-5, "added to the mean of squares in RMSNorm", above=0)
@@ -97,6 +128,7 @@ class ModelConfig:
     tie_embeddings: bool = setting(False, "share the weight of embedding and LM head")
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
     init_from: str | None = setting(None, "folder of a Hugging Face model to take initial weights from; null: random")
+    lora: LoraConfig = LoraConfig()
     require_init_from: bool = setting(False, "refuse to start from random weights")
 
 

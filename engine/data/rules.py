@@ -11,7 +11,7 @@ from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
 
 if TYPE_CHECKING:
-    from engine.pretrained.shape import Pretrained
+    from engine.pretrained.folder import ModelFolder
 
 
 def file_rules(config: RunConfig) -> Iterator[str]:
@@ -67,19 +67,20 @@ def _is_tokenizer(path: Path) -> bool:
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
     # Imported only if weights are named, since these modules import numpy.
     from engine.data.agreement import tokenizer_problem
+    from engine.pretrained.folder import open_model_folder
     from engine.pretrained.names import check_tied_head, weight_files
-    from engine.pretrained.shape import read_pretrained
 
     try:
-        pretrained = read_pretrained(folder)
-        if pretrained.model.tie_embeddings:
+        opened = open_model_folder(folder)
+        problems = list(_other_model(config, opened))
+        if config.model.tie_embeddings:
             check_tied_head(weight_files(folder))
         if problem := tokenizer_problem(config):
             yield problem
     except (ConfigError, DataError) as error:
         yield f"model.init_from: {error}"
         return
-    yield from _other_model(config, pretrained, folder)
+    yield from problems
 
 
 def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokenizer: bool) -> Iterator[str]:
@@ -94,22 +95,32 @@ def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokeni
     """
     from engine.data.agreement import bytes_problem
     from engine.pretrained.folder import ModelFolder
-    from engine.pretrained.shape import pretrained_of
 
     folder = Path(str(config.model.init_from))
     if has_tokenizer and (problem := bytes_problem(config, folder)):
         yield problem
     try:
-        pretrained = pretrained_of(ModelFolder(folder, document, {}, None))
+        yield from list(_other_model(config, ModelFolder(folder, document, {}, None)))
     except ConfigError as error:
         yield f"model.init_from: {error}"
+
+
+def _other_model(config: RunConfig, opened: ModelFolder) -> Iterator[str]:
+    """Yield in what the model of a folder is not that of the run. Raises ConfigError for one that cannot be read."""
+    from engine.pretrained.decoder_shape import document_differences, quantized_text
+    from engine.pretrained.shape import differences, pretrained_of
+
+    folder = opened.path
+    if config.model.implementation == "hf":
+        if opened.config.get("quantization_config"):
+            yield f"model.init_from={folder}: {quantized_text(opened.config)}"
+        if found := document_differences(config.model.hf_config or {}, opened.config):
+            yield (
+                f"model.init_from={folder} holds another model than model.hf_config: {'; '.join(found)}. "
+                f"`burst launch --from {folder}` takes all of it"
+            )
         return
-    yield from _other_model(config, pretrained, folder)
-
-
-def _other_model(config: RunConfig, pretrained: Pretrained, folder: Path) -> Iterator[str]:
-    from engine.pretrained.shape import differences
-
+    pretrained = pretrained_of(opened)
     if found := differences(config.model, pretrained.model):
         yield (
             f"model.init_from={folder} holds another model: {'; '.join(found)}. `burst model {folder}` shows its shape"

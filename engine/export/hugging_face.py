@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import safe_open
 
-from engine.config.settings import RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.data.chat import ChatTemplate
 from engine.data.tokenizers import FileTokenizer, load_tokenizer_file
+from engine.export.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config, adapter_name
 from engine.pretrained.folder import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -34,7 +35,7 @@ from engine.pretrained.folder import (
     token_ids,
 )
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
-from engine.pretrained.shape import config_json, config_json_from, pretrained_of, yarn_warning
+from engine.pretrained.shape import config_json, config_json_from, hub_config_json, pretrained_of, yarn_warning
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 from engine.runs.files import json_text, new_folder
 
@@ -64,6 +65,11 @@ class ExportOrder:
     tokenizer: Path | None = None
     chat: ChatTemplate | None = None
 
+    @property
+    def single_file(self) -> str:
+        """Name of the file of weights where there is one."""
+        return SINGLE_FILE if self.config.model.lora.rank is None else ADAPTER_FILE
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -84,16 +90,16 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     check_new(order.folder)
     base = None if order.base is None else open_model_folder(order.base)
     tokenizer = None if order.tokenizer is None else load_tokenizer_file(order.tokenizer)
-    window, warnings = _window(order.config, base)
-    facts: dict[str, Any] = {"seq_len": order.config.train.seq_len, "window_tokens": window, "dtype": order.dtype}
-    model = order.config.model
-    document = config_json(model, **facts) if base is None else config_json_from(base, model, **facts)
-    if warning := yarn_warning(document):
+    if order.config.model.lora.rank is not None:
+        return _export_adapters(order, manifest, tokenizer, progress)
+    document, warnings = _config_json(order, base)
+    if order.config.model.hf_config is None and (warning := yarn_warning(document)):
         warnings += (warning,)
     try:
         with new_folder(order.folder) as part:
             _copy_files(order, base, part)
-            generation = _set_ends(document, base, tokenizer)
+            is_ours = base is None and order.config.model.hf_config is None
+            generation = _ends_of_new(document, tokenizer) if is_ours else _set_ends(document, base, tokenizer)
             _write_json(part / CONFIG_FILE, document, None if base is None else base.config)
             if generation is not None:
                 original = None if base is None else base.generation_config
@@ -104,6 +110,54 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     except OSError as error:
         raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
     return Exported(manifest.step, files, size, warnings)
+
+
+def _export_adapters(
+    order: ExportOrder, manifest: Manifest, tokenizer: FileTokenizer | None, progress: Callable[[int], None]
+) -> Exported:
+    """Write adapters alone, as peft reads them, with the tokenizer."""
+    try:
+        with new_folder(order.folder) as part:
+            if order.base is not None:
+                _copy(order.base, TOKENIZER_FILES, part)
+            _copy_files(order, None, part)
+            if tokenizer is not None:
+                _complete_tokenizer(order, tokenizer, part)
+            (part / ADAPTER_CONFIG_FILE).write_text(json_text(adapter_config(order.config.model)))
+            files, size = _write_weights(order, manifest, part, progress)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
+    warnings = _mask_warnings(order.config)
+    if order.config.model.init_from is None:
+        warnings += ("model.init_from: null: the adapters belong to random weights, which are not exported",)
+    return Exported(manifest.step, files, size, warnings)
+
+
+def _config_json(order: ExportOrder, base: ModelFolder | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return config.json, and warnings about settings that transformers cannot express."""
+    model, seq_len = order.config.model, order.config.train.seq_len
+    if model.hf_config is not None:
+        return hub_config_json(model.hf_config, seq_len=seq_len, dtype=order.dtype), _mask_warnings(order.config)
+    window, warnings = _window(order.config, base)
+    facts: dict[str, Any] = {"seq_len": seq_len, "window_tokens": window, "dtype": order.dtype}
+    if base is None:
+        return config_json(model, **facts), warnings
+    return config_json_from(base, model, **facts), warnings
+
+
+def _mask_warnings(config: RunConfig) -> tuple[str, ...]:
+    """Return a warning where the masks of a run are not those of the config.json that it trained."""
+    assert config.model.hf_config is not None
+    kinds = {*config.attention.mask_layers} or {config.attention.mask}
+    others = kinds - {"causal"} - ({"window"} if config.model.hf_config.get("sliding_window") else set())
+    return (_no_name(others),) if others else ()
+
+
+def _no_name(kinds: Iterable[str]) -> str:
+    return (
+        f"attention.mask={'/'.join(sorted(kinds))} has no name in transformers: the exported model looks at all tokens "
+        "before each"
+    )
 
 
 def _copy_files(order: ExportOrder, base: ModelFolder | None, part: Path) -> None:
@@ -135,21 +189,24 @@ def _write_json(path: Path, document: Mapping[str, Any], original: Mapping[str, 
         path.write_text(json_text(document))
 
 
+def _ends_of_new(document: dict[str, Any], tokenizer: FileTokenizer | None) -> dict[str, Any] | None:
+    """Set in config.json of a new model what begins and ends a text; the generation_config.json, None for none."""
+    # Without these keys transformers uses the ids of the first Llama, which are ordinary text in other vocabularies.
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    if tokenizer is not None:
+        ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
+    document |= ids
+    return ids if tokenizer is not None else None
+
+
 def _set_ends(
     document: dict[str, Any], base: ModelFolder | None, tokenizer: FileTokenizer | None
 ) -> dict[str, Any] | None:
     """Set bos and eos ids in config.json; return the generation_config.json to write, None for none.
 
-    Ids stated by a base folder are kept unchanged; the id that ends documents in training is added if no file names it.
+    What config.json and a base folder state stays; the end of documents in training is added where no file names it.
     """
-    if base is None:
-        # Without these keys transformers uses the ids of the first Llama, ordinary text in other vocabularies.
-        ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
-        if tokenizer is not None:
-            ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
-        document |= ids
-        return ids if tokenizer is not None else None
-    generation = dict(base.generation_config)
+    generation = {} if base is None else dict(base.generation_config)
     stated = [index for source in (document, generation) for index in token_ids(source.get("eos_token_id"))]
     if tokenizer is not None and tokenizer.eod_id not in stated:
         for target in (document, generation):
@@ -198,10 +255,7 @@ def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tu
         return (before if before is not None and config.train.seq_len <= before else None), ()
     if kinds == {"window"}:
         return attention.window_tokens, ()
-    return None, (
-        f"attention.mask={'/'.join(sorted(kinds))} has no name in transformers: the exported model looks at all tokens "
-        "before each",
-    )
+    return None, (_no_name(kinds),)
 
 
 def _write_weights(
@@ -213,8 +267,8 @@ def _write_weights(
     total = sum(math.prod(facts.shape) for facts in weights.values()) * BYTES_OF[order.dtype]
     places: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
-        file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        outer = {name: hugging_face_name(name.removeprefix(_PREFIX)) for name in names}
+        file = order.single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        outer = {name: _outer_name(name.removeprefix(_PREFIX), order.config.model) for name in names}
         with (folder / file).open("wb") as stream:
             stream.write(_header({outer[name]: weights[name].shape for name in names}, order.dtype))
             for name in names:
@@ -228,13 +282,20 @@ def _write_weights(
     return len(groups), total
 
 
+def _outer_name(name: str, model: ModelConfig) -> str:
+    """Return the name of a parameter in transformers."""
+    if model.lora.rank is not None:
+        return adapter_name(name)
+    return name if model.implementation == "hf" else hugging_face_name(name)
+
+
 def _grouped(weights: Mapping[str, TensorFacts], order: ExportOrder) -> Iterator[Sequence[str]]:
     """Yield names by file, in order of the model; a weight larger than a file gets its own."""
     names: list[str] = []
     held = 0
     for name, facts in weights.items():
         size = math.prod(facts.shape) * BYTES_OF[order.dtype]
-        if names and held + size > order.file_bytes:
+        if names and held + size > order.file_bytes and order.single_file == SINGLE_FILE:
             yield names
             names, held = [], 0
         names.append(name)

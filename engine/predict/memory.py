@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import json
 import os
 import select
@@ -264,9 +265,14 @@ class Predictor:
     def predict(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         """Return the prediction for `config`, which names its memory policy, with `method` on the ranks of `world`.
 
-        Raises ConfigError if the configuration cannot run on these ranks, RunError if the subprocess fails or does not
-        answer within the time limit.
+        Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
+        silent for the time limit, or when it would need transformers, which is not installed.
         """
+        if config.model.implementation == "hf" and importlib.util.find_spec("transformers") is None:
+            raise RunError(
+                "the memory of model.implementation=hf is predicted with transformers, which is not installed here; "
+                "run: pip install 'burst-train[transformers]' (memory=auto needs it; memory=full does not)"
+            )
         return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), method, world))
 
     def start(self) -> subprocess.Popen[str]:

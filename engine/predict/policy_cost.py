@@ -23,7 +23,7 @@ from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.topology import padded_length
-from engine.predict.flops import Flops, count_parameters, step_flops
+from engine.predict.flops import Flops, attention_flops, count_parameters, ffn_rows, step_flops
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
 _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
@@ -104,7 +104,8 @@ def saved_bytes(
     padded = padded_length(config.train.seq_len, method.cp_size, tp_size)
     rows = -(-padded // method.cp_size) * config.train.micro_batch_size
     hidden = rows // tp_size * model.hidden_size * element  # between the layers a rank has T / tp rows
-    result_row = model.num_heads // tp_size * (model.head_dim * element + _WIDE_BYTES)  # out and lse
+    v_dim = model.v_head_dim or model.head_dim
+    result_row = model.num_heads // tp_size * (v_dim * element + _WIDE_BYTES)  # out and lse
     if policy.kind == "full":
         return hidden
     if policy.kind == "attn_out_every":
@@ -113,12 +114,13 @@ def saved_bytes(
         return hidden + round((rows if policy.kind == "attn_out" else saved_rows) * result_row)
     # Tiled layers recompute all but attention whatever the policy, so they save attention's tensors only.
     kv_heads = model.num_kv_heads * max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
-    inputs = hidden + rows * ((model.num_heads + 2 * kv_heads) // tp_size * model.head_dim * element + result_row)
+    projected = model.num_heads * model.head_dim + kv_heads * (model.head_dim + v_dim)
+    inputs = hidden + rows * (projected // tp_size * element + result_row)
     if tiled:
         return inputs
     # Outputs of both norms, the residual stream between (a norm saves one fp32 per row), gate, up and their product.
     # Inputs of tensor-parallel matrices are gathered, so they have T rows.
-    inside = rows * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp_size) * element
+    inside = round(rows * (2 * model.hidden_size + ffn_rows(model) / tp_size) * element)
     return inputs + inside + hidden + 2 * _WIDE_BYTES * (rows // tp_size)
 
 
@@ -162,7 +164,7 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
         recomputed_pairs=pairs.again,
     )
     least = (on_device, on_host + states) if offloads else (on_device + states, on_host)
-    return PolicyCost(kept, matrices, least, moved, flops, 4 * model.num_heads * model.head_dim * pairs.again)
+    return PolicyCost(kept, matrices, least, moved, flops, attention_flops(model, pairs.again))
 
 
 def _layer_costs(
@@ -187,7 +189,7 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
 
     The last matmul, down_proj, is skipped (`engine.model.linear`), unless the next layer's input is recomputed from it
     (attn_out_every). After a head exchange that needs q, k and v again, because attention's saved results are those of
-    other rows.
+    other rows. With `implementation=hf` layers are recomputed as a whole, and the mean one is returned.
 
     Args:
         policy: Of the layer.
@@ -195,6 +197,8 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
         tiled: Whether the layer runs in tiles.
         exchanged: Whether attention exchanges heads.
     """
+    if model.implementation == "hf":
+        return 0 if policy.kind == "none" else count_parameters(model).active_layer_matmuls // model.num_layers
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     project = model.hidden_size * (query + 2 * kv)
     finish = model.hidden_size * (query + 2 * model.ffn_hidden_size)

@@ -14,8 +14,9 @@ from typing import Any
 
 from engine.config.errors import DataError
 from engine.config.schema import hash_json
-from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers, has_transformers
+from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers
 from engine.pretrained.folder import VOCABULARY_FILES, TokenizerFiles
+from engine.pretrained.transformers_process import has_transformers
 
 # Text that tokenizers treat differently: blanks at edges and in runs, digits, scripts, marks, code, control bytes.
 PROBE_TEXTS = (

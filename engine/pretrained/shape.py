@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.config.settings import ModelConfig, RopeScalingConfig
+from engine.config.settings import MaskKind, ModelConfig, RopeScalingConfig
+from engine.pretrained.decoder_shape import Pretrained
 from engine.pretrained.folder import CONFIG_FILE, ModelFolder, open_model_folder
 
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by family
@@ -76,15 +77,6 @@ _YARN_ATTENTION = frozenset({"attention_factor", "mscale", "mscale_all_dim"})
 _ROPE_NAMES = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
 # RoPE keys that may be stated, and the only value that is supported (engine.model.rope).
 _ROPE_FIXED = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """A model in a folder: its shape, attention window (None: causal), longest trained sequence."""
-
-    model: ModelConfig
-    window_tokens: int | None
-    seq_len: int
 
 
 def read_pretrained(folder: Path) -> Pretrained:
@@ -181,6 +173,15 @@ def config_json_from(
     return document | dict.fromkeys(names, dtype)
 
 
+def hub_config_json(stated: Mapping[str, Any], *, seq_len: int, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a trained model of transformers: `stated`, with its dtype and longest sequence."""
+    document = dict(stated)
+    if isinstance(length := document.get("max_position_embeddings"), int) and length < seq_len:
+        document["max_position_embeddings"] = seq_len
+    names = [name for name in ("dtype", "torch_dtype") if name in document] or ["torch_dtype"]
+    return document | dict.fromkeys(names, dtype)
+
+
 def _length(model: ModelConfig, seq_len: int) -> int:
     """Return max_position_embeddings; transformers 4 computes yarn's factor as its ratio to the original length."""
     scaling = model.rope_scaling
@@ -267,7 +268,8 @@ def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
         qk_norm=document["model_type"] == "qwen3",
     )
     window = _window_tokens(document) if "sliding_attention" in _layer_kinds(document) else None
-    return Pretrained(model, window, int(document["max_position_embeddings"]))
+    masks: tuple[MaskKind, ...] = ("causal",) if window is None else ("window",)
+    return Pretrained(model, window, int(document["max_position_embeddings"]), masks)
 
 
 def _rope_disagreement(stated: Mapping[str, Any]) -> str | None:

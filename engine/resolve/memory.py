@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.checkpoint_policy import checkpoint_kinds
+from engine.planning.checkpoint_policy import POLICIES_OF, checkpoint_kinds
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.machine import Machine
@@ -351,11 +351,13 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
         replace(memory, **policy, activation_store=store, host_layers=memory.host_layers if store == "host" else None)
         for store in stores
         for policy in _POLICIES
+        if policy["activation_checkpoint"] in POLICIES_OF[config.model.implementation]
     ]
     rows = config.train.seq_len // sequence_topology(config, world).size
     tile_tokens = _tile_tokens(config, rows, capacity)
     tiled = [replace(policy, tile_tokens=tile_tokens) for policy in first]
     tileable = memory.tile_tokens is None and config.attention.chunk_tokens is None and rows > tile_tokens
+    tileable = tileable and config.model.implementation == "burst"
     yield [*first, *tiled] if tileable else first
     if memory.optimizer_store == "device" and has_host:
         yield [replace(policy, optimizer_store="host") for policy in (tiled if tileable else first)]

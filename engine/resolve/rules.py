@@ -19,13 +19,20 @@ from typing import Any
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError, legal_sizes
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import RunConfig
+from engine.config.settings import ModelConfig, RunConfig
+from engine.planning.checkpoint_policy import POLICIES_OF
 from engine.planning.visibility.options import mask_problems
 from engine.resolve.data_rules import data_rules, weight_rules
 
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
 _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 
+
+# Shapes that the decoder of this engine does not have.
+_HF_SHAPE = (
+    *("v_head_dim", "kv_lora_rank", "q_lora_rank", "rope_head_dim", "gated_ffn", "num_moe_layers", "num_experts"),
+    *("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+)
 
 Rule = Callable[[RunConfig], Iterator[str | Problem]]
 
@@ -82,6 +89,55 @@ def _model(config: RunConfig) -> Iterator[str]:
         )
     if model.head_dim % 2:
         yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"
+
+
+def _implementation(config: RunConfig) -> Iterator[str]:
+    """What only one of the implementations of a model has."""
+    model = config.model
+    if model.implementation == "hf":
+        yield from _hugging_face(config)
+        return
+    default = ModelConfig()
+    given = [name for name in _HF_SHAPE if getattr(model, name) != getattr(default, name)]
+    if model.lora.rank is not None:
+        yield f"model.lora.rank={model.lora.rank}: adapters need model.implementation=hf; set that, or rank=null"
+    if model.hf_config is not None or given:
+        yield (
+            f"model.implementation=burst is this engine's Llama-style decoder, which has no "
+            f"{', '.join(f'model.{name}' for name in (given or ['hf_config']))}; set model.implementation=hf"
+        )
+
+
+def _hugging_face(config: RunConfig) -> Iterator[str]:
+    """What the decoders of transformers have in this trainer, and what their config.json says of the settings."""
+    from engine.pretrained.decoder_shape import contradictions, window_problems  # only such models wait for it
+
+    model, given = config.model, "model.implementation=hf"
+    if model.hf_config is None:
+        yield (
+            f"model.hf_config: null, but {given} builds the model from it; start with `burst launch --from FOLDER`, "
+            "or save a model for model=NAME with `burst model FOLDER --save NAME`"
+        )
+        return
+    yield from contradictions(model)
+    yield from window_problems(model.hf_config, config.attention, config.train.seq_len)
+    if config.parallel.tp_size > 1:
+        yield f"parallel.tp_size={config.parallel.tp_size}: {given} has no tensor parallelism; set parallel.tp_size=1"
+    if config.train.dropout:
+        yield f"train.dropout={config.train.dropout}: {given} has the dropout of its config.json alone; set 0"
+    if config.train.compile:
+        yield f"train.compile=true: {given} is not compiled; set train.compile=false"
+    if model.rope_scaling.kind != "none":
+        yield (
+            f"model.rope_scaling.kind={model.rope_scaling.kind}: {given} takes RoPE from model.hf_config; set "
+            "rope_parameters in it, in a copy of config.json"
+        )
+    kinds: set[str] = {*config.memory.checkpoint_layers} or {config.memory.activation_checkpoint}
+    if unknown := sorted(kinds - POLICIES_OF["hf"] - {"auto"}):
+        yield (
+            f"memory.activation_checkpoint: got {', '.join(unknown)}, but {given} has "
+            f"{', '.join(sorted(POLICIES_OF['hf']))}"
+        )
 
 
 def _rope(config: RunConfig) -> Iterator[str]:
@@ -153,6 +209,12 @@ def _memory(config: RunConfig) -> Iterator[str]:
 def _start(config: RunConfig) -> Iterator[str]:
     """Check requirements of starting a run that `burst plan` and `burst data prepare` do not have."""
     model = config.model
+    is_here = not config.cluster.runs_elsewhere
+    if model.implementation == "hf" and is_here and importlib.util.find_spec("transformers") is None:
+        yield (
+            "model.implementation=hf runs transformers' own code, which is not installed; run: "
+            "pip install 'burst-train[transformers]'"
+        )
     if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
         yield (
             f"model.init_from: null, but exp={config.exp} continues a trained model and would start from random "
@@ -334,6 +396,7 @@ def _is_command(text: str) -> bool:
 _RULES: tuple[Rule, ...] = (
     _forms,
     _model,
+    _implementation,
     _rope,
     _optimizer,
     _train,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from engine.attention.arithmetic import TensorArithmetic
 from engine.attention.executor import Execution, Fields
 from engine.attention.runtime import AttentionRuntime, SavedAttention
+from engine.attention.sinks import SinkGradients
 from engine.config.settings import LayoutName
 from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
@@ -83,8 +85,13 @@ def dense_visibility(mask: Mask, rows: int) -> Tensor:
     return torch.tensor([[visible(mask, i, j) for j in range(rows)] for i in range(rows)])
 
 
-def oracle(inputs: Inputs, visible: Tensor) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv by dense float64 attention and autograd; rows that see nothing give 0 and -inf."""
+def oracle(inputs: Inputs, visible: Tensor, sinks: Tensor | None = None) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv by dense float64 attention and autograd; rows that see nothing give 0 and -inf.
+
+    With learnable `sinks` [H] also dsinks: the softmax is over the keys and a sink, which has no value.
+    """
+    if sinks is not None:
+        return _oracle_with_sinks(inputs, visible, sinks)
     q, k, v = (x.double().detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -95,6 +102,19 @@ def oracle(inputs: Inputs, visible: Tensor) -> dict[str, Tensor]:
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.double())
     lse = torch.logsumexp(scores.detach(), -1).T
     return dict(zip(NAMES, (out.detach(), lse, dq, dk, dv), strict=True))
+
+
+def _oracle_with_sinks(inputs: Inputs, visible: Tensor, sinks: Tensor) -> dict[str, Tensor]:
+    leaves = [x.double().detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, sinks)]
+    q, k, v, logit = leaves
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, keys) / q.shape[-1] ** 0.5
+    column = logit[:, None, None].expand(-1, len(q), 1)
+    logits = torch.cat([scores.masked_fill(~visible, -torch.inf), column], -1)
+    out = torch.einsum("hij,jhd->ihd", torch.softmax(logits, -1)[..., :-1], values)
+    gradients = torch.autograd.grad(out, leaves, inputs.dout.double())
+    results = (out.detach(), torch.logsumexp(logits.detach(), -1).T, *gradients)
+    return dict(zip((*NAMES, "dsinks"), results, strict=True))
 
 
 def causal(rows: int) -> Tensor:
@@ -148,14 +168,19 @@ class Group:
         local = [(inputs.q[i], inputs.k[i], inputs.v[i]) for i in index]
         forward_hub = Hub(rank_layout.size, self.topology, late=self.late)
         runtimes = [self._runtime(rank, forward_hub) for rank in range(rank_layout.size)]
-        forwards = [runtime.forward_execution(*qkv) for runtime, qkv in zip(runtimes, local, strict=True)]
+        forwards = [
+            runtime.forward_execution(*qkv, sinks=self.sinks) for runtime, qkv in zip(runtimes, local, strict=True)
+        ]
         lockstep(forwards, forward_hub)
         finished = [r.collect(e, *qkv) for r, e, qkv in zip(runtimes, forwards, local, strict=True)]
         if self.plans.recompute is not None:
             finished = self._run_again(self.plans.recompute, local, [saved for _, saved in finished])
         backward_hub = Hub(rank_layout.size, self.topology, late=self.late)
+        shares = [None if self.sinks is None else SinkGradients(self.sinks) for _ in index]
         backwards = [
-            self._runtime(r, backward_hub).backward_execution(saved, inputs.dout[i], inputs.k.shape[1])
+            self._runtime(r, backward_hub).backward_execution(
+                saved, inputs.dout[i], inputs.k.shape[1], sink_gradients=shares[r]
+            )
             for r, (i, (_, saved)) in enumerate(zip(index, finished, strict=True))
         ]
         lockstep(backwards, backward_hub)
@@ -168,6 +193,11 @@ class Group:
         }
         values = {name: gather(index, tensors) for name, tensors in parts.items()}
         values["lse"] = self._lse([saved.lse for _, saved in finished], inputs)
+        for runtime, execution, (_, saved), share in zip(runtimes, backwards, finished, shares, strict=True):
+            if share is not None:
+                runtime.add_sink_gradients(execution, saved, share)
+        if self.sinks is not None:
+            values["dsinks"] = torch.stack([share.total for share in shares if share is not None]).sum(0)
         return GroupResult(values, forward_hub.sent, backward_hub.sent)
 
     def _run_again(
@@ -181,7 +211,7 @@ class Group:
             arguments = {"q": {"q": q}, "kv": {"k": k, "v": v}}
             if "partial" not in plan.ranks[rank].arguments:
                 arguments["out_lse"] = _forgotten(saved[rank], rows[rank])
-            arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1], q.shape[2], v.shape[2])
+            arithmetic = self._runtime(rank, hub).arithmetic(q, k.shape[1], q.shape[2], v.shape[2], sinks=self.sinks)
             again.append(Execution(plan.ranks[rank], arithmetic, hub.transport(rank), arguments))
         lockstep(again, hub)
         return [
@@ -205,7 +235,6 @@ class Group:
             self.kernel,
             hub.transport(rank),
             self.wire,
-            sinks=self.sinks,
         )
 
 
@@ -218,15 +247,22 @@ class PoisonedArithmetic(TensorArithmetic):
 
 @dataclass(frozen=True)
 class PoisonedRuntime(AttentionRuntime):
-    """Whose arithmetic is poisoned, and may have sinks."""
+    """Whose arithmetic is poisoned."""
 
-    sinks: Tensor | None = None
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return poison(super().empty(shape, dtype, device))
 
     def arithmetic(
-        self, x: Tensor, num_kv_heads: int, qk_dim: int, v_dim: int, device: torch.device | None = None
+        self,
+        x: Tensor,
+        num_kv_heads: int,
+        qk_dim: int,
+        v_dim: int,
+        device: torch.device | None = None,
+        **sinks: Any,
     ) -> TensorArithmetic:
         shape = super().arithmetic(x, num_kv_heads, qk_dim, v_dim, device).shape
-        return PoisonedArithmetic(shape, self.kernel, sinks=self.sinks)
+        return PoisonedArithmetic(shape, self.kernel, **sinks)
 
 
 def _forgotten(saved: SavedAttention, rows: int) -> dict[str, Tensor]:
@@ -266,7 +302,7 @@ def gather(index: list[Tensor], parts: list[Tensor]) -> Tensor:
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Largest absolute difference per result; NaN counts as infinite, equal infinities as none."""
     result = {}
-    for name in NAMES:
+    for name in want:
         same = got[name] == want[name]
         difference = (got[name] - want[name]).abs().masked_fill(same, 0.0)
         result[name] = float(difference.nan_to_num(nan=torch.inf).max())

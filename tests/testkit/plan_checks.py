@@ -33,8 +33,11 @@ def check_plans(
     topology: Topology | None = None,
     before: int | None = None,
     head_dims: tuple[int, int] = HEAD_DIMS,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The plans of all ranks: proven by counting, with dense attention's numbers and the planned bytes.
+
+    `sinks` are learnable, [heads]; they send nothing, so the planned bytes are the same.
 
     Counted over a hub that delivers late if `late`, computed over the other kind: each finds what the other cannot.
     """
@@ -47,9 +50,9 @@ def check_plans(
     check_tiles(plans, blocks, visible, before)
     inputs = random_inputs(blocks.rank_layout.seq_len, *heads, head_dims[0], v_dim=head_dims[1])
     topology = topology or Topology(1, blocks.rank_layout.size)
-    group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64, before)
+    group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64, before, sinks)
     result = group.run(inputs)
-    found = errors(result.values, oracle(inputs, visible))
+    found = errors(result.values, oracle(inputs, visible, sinks))
     assert all(error < EXACT for error in found.values()), found
     tokens = TokenBytes(*heads, *head_dims, element_bytes=8, gradient_bytes=8, wire_gradient_bytes=8)
     assert plans.forward.bytes_by_link(tokens, topology) == result.forward_bytes

@@ -1,8 +1,9 @@
 """Linear layers of transformers' models: the functions of the model's module that mix rows run over all ranks.
 
 Layers of these families call a chunk rule and a short convolution, found as globals of their modelling module, with the
-keyword arguments of the model. The functions in their place act where the `sequence` of a rank is among these, and else
-call the ones that were there: models of the same family that are not enabled stay as they are.
+keyword arguments of the model. The functions in their place act where `sequence` is among these, and else call the ones
+that were there: models of the same family that are not enabled stay as they are. Its attribute `linear` is that of a
+context, or None in a call that records what a model asks of its attention; then linear layers are not computed.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class _Convolution(_Replacement):
         if sequence is None:
             result: Tensor = self.stock(hidden_states, weight, bias, activation=activation, **options)
             return result
-        linear = _linear_sequence(sequence)
+        linear: LinearSequence | None = sequence.linear
         if linear is None:
             return torch.zeros_like(hidden_states)
         _check_options("causal_conv1d_fn", options, ("seq_idx", "cu_seqlens", "initial_states"))
@@ -163,7 +164,7 @@ class _ChunkRule(_Replacement):
             options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             result: tuple[Tensor, Tensor | None] = self.stock(query, key, value, g=g, beta=beta, **options)
             return result
-        linear = _linear_sequence(sequence)
+        linear: LinearSequence | None = sequence.linear
         if linear is None:
             return torch.zeros_like(value), None
         _check_options("the chunk rule", options, ("cu_seqlens", "initial_state", "output_final_state"))
@@ -190,10 +191,10 @@ class _BeforeMixer:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError when an enabled model is called without a sequence."""
-        linear = _linear_sequence(kwargs.get("sequence"))
-        if linear is not None:
-            self.calls = linear.calls
-        elif kwargs.get("sequence") is None and self._config._attn_implementation == self._implementation:
+        sequence = kwargs.get("sequence")
+        if sequence is not None:
+            self.calls = 0 if sequence.linear is None else sequence.linear.calls
+        elif self._config._attn_implementation == self._implementation:
             raise ValueError(
                 f"{type(module).__name__} runs under context parallelism, but its model was called without the "
                 "arguments that InputSharder.shard_inputs returns, or does not pass `sequence` on to its layers"
@@ -208,18 +209,12 @@ class _AfterMixer:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Compare the calls since the pre-hook."""
-        linear = _linear_sequence(kwargs.get("sequence"))
+        linear = None if kwargs.get("sequence") is None else kwargs["sequence"].linear
         if linear is not None and linear.calls != self._before.calls + self._calls:
             raise ValueError(
                 f"{type(module).__name__} does not call {self._calls} functions with the `sequence` that it gets, so "
                 "it would mix the rows of this rank alone; this version of transformers is not understood"
             )
-
-
-def _linear_sequence(sequence: Any) -> LinearSequence | None:
-    """That of the `sequence` in a call of a model; None if the call records what the model asks for, without values."""
-    context = getattr(sequence, "context", None)
-    return None if context is None else context.linear
 
 
 def _check_options(function: str, options: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:

@@ -60,7 +60,8 @@ class Capabilities:
                            `never`
     max_call_elements      of q, out, or k and v with the heads of q, in one call; larger tiles come in parts of their
                            heads (`engine.kernels.attention.heads`); None: any number
-    unequal_head_dims      heads of v may have another width than those of q and k
+    unequal_head_dims      heads of v may have another width than those of q and k; without it narrower ones are padded
+                           (`engine.kernels.attention.padded`), and wider ones refused
     plans_shapes           it builds and keeps a plan for every new shape of a tile, for tens of milliseconds or more
     problem                what else is wrong with a request here, in words; None: nothing
     """

@@ -14,6 +14,7 @@ from engine.kernels.attention.cpu_flash import CpuFlashKernel
 from engine.kernels.attention.cuda import AtenCudnnKernel, AtenFlashKernel
 from engine.kernels.attention.efficient import AtenEfficientKernel
 from engine.kernels.attention.flash_packages import Flash3Kernel, Flash4Kernel, FlashAttnKernel
+from engine.kernels.attention.padded import build_kernel
 from engine.kernels.attention.reference import ReferenceKernel
 
 KERNELS: dict[KernelName, type[TileKernel]] = {
@@ -59,7 +60,7 @@ def choose(
             problem = trial(kernels[candidate])
             if problem is None:
                 others = _others(candidate, request, problems)
-                return KernelChoice(kernels[candidate](), _reason(name, request), others, failed)
+                return KernelChoice(build_kernel(kernels[candidate], request), _reason(name, request), others, failed)
             failed[candidate] = problem
         problems[candidate] = problem
     legal = [other for other in kernels if problem_of(kernels[other].capabilities, request) is None]
@@ -106,10 +107,12 @@ def problem_of(can: Capabilities, request: KernelRequest) -> str | None:
 def _head_dim_problem(can: Capabilities, request: KernelRequest) -> str | None:
     if max(request.head_dims) > can.max_head_dim:
         return f"takes head_dim up to {can.max_head_dim}"
-    if any(dim % can.head_dim_multiple for dim in request.head_dims):
+    qk_dim, v_dim = request.head_dims
+    if v_dim > qk_dim and not can.unequal_head_dims:
+        return "takes heads of v no wider than those of q and k"
+    widths = request.head_dims if can.unequal_head_dims else (qk_dim,)  # narrower heads of v are padded to qk_dim
+    if any(dim % can.head_dim_multiple for dim in widths):
         return f"takes head_dim in multiples of {can.head_dim_multiple}"
-    if len(set(request.head_dims)) > 1 and not can.unequal_head_dims:
-        return "takes heads of v as wide as those of q and k only"
     return None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.device.row_blocks import accumulate_dtype
 from engine.kernels.attention.base import KernelRequest, TileGradients, TileKernel
+from engine.kernels.attention.padded import build_kernel
 from engine.kernels.attention.reference import ReferenceKernel
 from engine.planning.visibility.mask import Band
 
@@ -27,7 +28,9 @@ def trial_problem(kind: type[TileKernel], request: KernelRequest, device: torch.
     full = Band(0, ROWS, 0, ROWS)
     bands = [full._replace(low=0), full, *([full._replace(low=0, high=ROWS // 3)] if request.windows else [])]
     try:
-        return next(filter(None, (_band_problem(kind(), band, request, device) for band in bands)), None)
+        return next(
+            filter(None, (_band_problem(build_kernel(kind, request), band, request, device) for band in bands)), None
+        )
     except Exception as error:  # a library may raise anything; what is not a kernel's fault, the run meets again
         return f"failed its trial: {type(error).__name__}: {error}"
 

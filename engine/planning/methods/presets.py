@@ -135,6 +135,11 @@ def tile_tokens_of(config: RunConfig, method: AttentionMethod) -> int | None:
     tile_tokens = config.memory.tile_tokens or method.chunk_tokens
     if tile_tokens is None and method.preset == "alst":
         tile_tokens = config.model.hidden_size  # a tile of the MLP is then about as large as one of its matrices
+    if tile_tokens is not None and config.model.implementation == "hf":
+        raise ConfigError(
+            f"memory.tile_tokens, attention.chunk_tokens: layers run {tile_tokens} rows at a time, but those of "
+            "model.implementation=hf run whole; leave both null, and choose another attention than fpdt or alst"
+        )
     if tile_tokens is not None and config.parallel.tp_size > 1:
         raise ConfigError(
             f"memory.tile_tokens, attention.chunk_tokens: layers run {tile_tokens} rows at a time, but "

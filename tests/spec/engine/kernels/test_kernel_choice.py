@@ -228,25 +228,32 @@ def test_a_trial_finds_wrong_numbers(result: str, change: Callable[[Tensor], Ten
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_with_one_width_of_heads_are_not_given_two(name: KernelName) -> None:
+def test_kernels_with_one_width_of_heads_are_not_given_wider_values(name: KernelName) -> None:
     can = replace(KERNELS[name].capabilities, problem=no_problem)
     device = "cpu" if "cpu" in can.devices else "cuda"
-    request = KernelRequest(device, FP32 if FP32 in can.dtypes else BF16, 64, v_dim=32)
+    request = KernelRequest(device, FP32 if FP32 in can.dtypes else BF16, 64, v_dim=96)
     problem = problem_of(can, request)
-    assert problem == (None if can.unequal_head_dims else "takes heads of v as wide as those of q and k only")
+    assert problem == (None if can.unequal_head_dims else "takes heads of v no wider than those of q and k")
 
 
-def test_auto_names_what_takes_two_widths_of_heads_where_nothing_fast_does() -> None:
-    with pytest.raises(ConfigError, match=r"head_dim 64 and v_dim 32 on cpu .*legal here: reference"):
-        chosen(KernelRequest("cpu", BF16, 64, v_dim=32))
-    assert chosen(ask(AMPERE, head_dim=192, v_dim=128)).kernel.name == "aten_efficient"
+def test_auto_names_what_takes_wider_values_where_nothing_fast_does() -> None:
+    with pytest.raises(ConfigError, match=r"head_dim 64 and v_dim 96 on cpu .*legal here: reference"):
+        chosen(KernelRequest("cpu", BF16, 64, v_dim=96))
 
 
-@pytest.mark.parametrize("v_dim", [16, 96])
-def test_a_trial_has_heads_as_wide_as_the_run(v_dim: int) -> None:
-    request = KernelRequest("cpu", FP32, 64, v_dim=v_dim)
+def test_narrower_values_take_the_fastest_kernel() -> None:
+    assert chosen(ask(AMPERE, head_dim=192, v_dim=128)).kernel.name == "aten_flash"
+    assert chosen(KernelRequest("cpu", BF16, 64, v_dim=32)).kernel.name == "cpu_flash"
+
+
+def test_a_trial_has_heads_as_wide_as_the_run() -> None:
+    request = KernelRequest("cpu", FP32, 64, v_dim=96)
     assert trial_problem(ReferenceKernel, request, torch.device("cpu")) is None
     assert "failed its trial" in (trial_problem(CpuFlashKernel, request, torch.device("cpu")) or "")
+
+
+def test_a_trial_pads_narrower_values() -> None:
+    assert trial_problem(CpuFlashKernel, KernelRequest("cpu", FP32, 64, v_dim=16), torch.device("cpu")) is None
 
 
 def test_a_trial_has_windows_where_the_run_has() -> None:

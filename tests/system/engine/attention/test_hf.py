@@ -26,6 +26,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    NemotronConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -33,7 +35,8 @@ from transformers import (
 )
 
 from engine.attention import ContextParallel, Mask
-from engine.attention.hugging_face import enable_context_parallel, shift_labels
+from engine.attention.context import HeadShape
+from engine.attention.hugging_face import enable_context_parallel, model_heads, shift_labels
 from engine.config.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQ_LEN = 4, 2, 8, 61, 37
@@ -221,7 +224,11 @@ def test_another_mask_is_used_by_every_layer() -> None:
     ("config", "settings", "text"),
     [
         (LlamaConfig(**SHAPE, attention_dropout=0.1), {}, "attention_dropout is 0.1; .* has no dropout"),
-        (LlamaConfig(**SHAPE), {"num_heads": 8}, r"= \(4, 2, 8\), but ContextParallel was made for HeadShape"),
+        (
+            LlamaConfig(**SHAPE),
+            {"num_heads": 8},
+            r"has HeadShape\(num_heads=4, num_kv_heads=2, head_dim=8, v_dim=8\), but ContextParallel was made for Head",
+        ),
         (
             LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             {},
@@ -237,6 +244,16 @@ def test_another_mask_is_used_by_every_layer() -> None:
             RobertaConfig(**SHAPE | {"pad_token_id": 1}, is_decoder=True, attention_probs_dropout_prob=0.0),
             {"num_kv_heads": HEADS},
             "position table roberta.embeddings.position_embeddings has a padding_idx: .* would not begin at 2",
+        ),
+        (
+            PhimoeConfig(**SHAPE, sliding_window=6),
+            {},
+            r"attention of layer 0, 1 asks for sliding_window=None, but by the model's config it is 6",
+        ),
+        (
+            NemotronConfig(**SHAPE, head_dim=HEAD_DIM),
+            {},
+            "a forward pass of two tokens failed: .*NemotronAttention .* does not hand `sequence` on",
         ),
         (
             BartConfig(vocab_size=VOCAB, d_model=32, decoder_attention_heads=HEADS, is_decoder=True),
@@ -258,6 +275,26 @@ def test_models_that_would_be_computed_wrongly_are_refused(
         enable_context_parallel(build("mistral, window", torch.float32), local_parallel(), "full")
     with pytest.raises(ConfigError, match=r"got Linear, expected a transformers\.PreTrainedModel"):
         enable_context_parallel(nn.Linear(2, 2), local_parallel())
+
+
+def test_enabling_changes_no_weight_buffer_or_random_number() -> None:
+    """Although the model makes a forward pass."""
+    model = build("llama", torch.float32)
+    before, drawn = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
+    enable_context_parallel(model, local_parallel())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite, own scale"])
+def test_a_model_on_the_meta_device_can_be_enabled(name: str) -> None:
+    """Before its weights are made or loaded."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
+    enable_context_parallel(model, local_parallel())
+    enable_context_parallel(model, local_parallel())  # and again
+    assert model_heads(model) == (HeadShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM),)
 
 
 def test_a_model_whose_config_hides_its_window_from_attention_is_refused() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from engine.attention import ContextParallel, SequenceContext, attention
+from engine.attention.context import HeadShape
 from engine.attention.library import _find_topology
 from engine.config.errors import ConfigError
 from engine.planning.topology import Topology
@@ -85,13 +86,75 @@ def test_every_mask_equals_dense_attention(ranks: Any, size: int, settings: dict
 def run_wide_keys(preset: str) -> float:
     """Heads of 24 for q and k, and of 16 for v and out."""
     inputs = random_inputs(SEQ_LEN, HEADS, KV_HEADS, 24, v_dim=16)
-    context = make(preset=preset, head_dim=24, v_dim=16, kernel="reference").context(SEQ_LEN)
+    context = make(preset=preset, head_dim=24, v_dim=16, kernel="cpu_flash").context(SEQ_LEN)
     return worst(attend(context, inputs, batch=2), inputs, Mask(SEQ_LEN))
 
 
 @pytest.mark.parametrize("preset", ["burst", "ulysses"])
 def test_heads_of_v_may_have_another_width(ranks: Any, preset: str) -> None:
     assert max(ranks(2).run(run_wide_keys, preset)) < EXACT
+
+
+def run_sinks(preset: str) -> tuple[float, list[Tensor]]:
+    """Worst error of out, dq, dk, dv and dsinks of a batch of two, and this rank's share of dsinks."""
+    inputs = random_inputs(SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM)
+    parallel = make(preset=preset)
+    context = parallel.context(SEQ_LEN)
+    sinks = nn.Parameter(torch.tensor([0.7, -1.3, 2.5, 0.1], dtype=torch.float64))
+    q, k, v = (context.shard(x.expand(2, -1, -1, -1)).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out = attention(q, k, v, context, sinks=sinks)
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None, None]
+    out.backward(context.shard(inputs.dout * weights))
+    share = sinks.grad.clone()
+    parallel.sum_gradients([sinks])
+    got = {name: context.gather(x)[0] for name, x in (("out", out), ("dq", q.grad), ("dk", k.grad), ("dv", v.grad))}
+    want = oracle(inputs, dense_visibility(Mask(SEQ_LEN), SEQ_LEN), sinks.detach())
+    found = errors(got | {"lse": want["lse"], "dsinks": sinks.grad / 3}, want)
+    return max(found.values()), [share, sinks.grad]
+
+
+@pytest.mark.parametrize("preset", ["burst", "ulysses"])
+def test_gradients_of_learnable_sinks_are_shares_that_sum_gradients_adds_up(ranks: Any, preset: str) -> None:
+    replies = ranks(4).run(run_sinks, preset)
+    assert max(error for error, _ in replies) < EXACT
+    torch.testing.assert_close(sum(share for _, (share, _) in replies), replies[0][1][1], rtol=0, atol=EXACT)
+
+
+def test_sinks_of_another_shape_are_refused() -> None:
+    context = make().context(SEQ_LEN)
+    q, k = (torch.zeros(1, SEQ_LEN, heads, HEAD_DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), expected one number per query head: \(4,\)"):
+        attention(q, k, k, context, sinks=torch.zeros(3))
+
+
+LAYER_HEADS = [HeadShape(4, 2, 8, 8), HeadShape(4, 4, 24, 16), HeadShape(8, 1, 8, 4)]
+
+
+def run_layer_heads(preset: str) -> list[float]:
+    """Worst error of each layer."""
+    context = make(preset=preset).context(SEQ_LEN, heads=LAYER_HEADS)
+    found = []
+    for layer, heads in enumerate(LAYER_HEADS):
+        inputs = random_inputs(SEQ_LEN, heads.num_heads, heads.num_kv_heads, heads.head_dim, v_dim=heads.v_dim)
+        found.append(worst(attend(context, inputs, layer=layer), inputs, Mask(SEQ_LEN)))
+    return found
+
+
+@pytest.mark.parametrize("preset", ["burst", "ulysses"])  # the second divides 4 and 2 kv heads and copies 1
+def test_layers_may_have_different_heads(ranks: Any, preset: str) -> None:
+    for found in ranks(4 if preset == "burst" else 2).run(run_layer_heads, preset):
+        assert max(found) < EXACT, found
+
+
+def test_heads_of_a_layer_that_the_method_cannot_divide_are_refused(ranks: Any) -> None:
+    for text in ranks(4).run(refusal_of_layer_heads):
+        assert "4 ranks cannot divide 6 query heads evenly, of layers with HeadShape(num_heads=6" in text
+
+
+def refusal_of_layer_heads() -> str:
+    with pytest.raises(ConfigError) as refused:
+        make(preset="ulysses").context(SEQ_LEN, heads=[LAYER_HEADS[0], HeadShape(6, 6, 8, 8)])
+    return str(refused.value)
 
 
 def test_tensors_of_v_are_checked_for_their_own_width() -> None:
