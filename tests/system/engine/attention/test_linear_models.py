@@ -7,6 +7,7 @@ is the noise of float32, and three times as much is the tolerance of a tensor th
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from transformers import (
 )
 
 from engine.attention import ContextParallel
-from engine.attention.hugging_face import enable_context_parallel, shift_labels
+from engine.attention.hugging_face import enable_context_parallel, model_heads, shift_labels
 from engine.config.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQ_LEN = 4, 2, 8, 61, 48
@@ -58,13 +59,10 @@ KIMI: dict[str, Any] = (
     | EXPERTS
     | {
         "num_key_value_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "layer_types": ["linear_attention"] * 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
         "mlp_layer_types": ["dense", "sparse"] * 2,
-        "linear_num_heads": 4,
-        "linear_head_dim": 8,
-        "n_group": 1,
-        "topk_group": 1,
+        **{"linear_num_heads": 4, "linear_head_dim": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": None},
+        **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
     }
 )
 MODELS: dict[str, PreTrainedConfig] = {
@@ -141,12 +139,16 @@ def one_process(name: str, documents: tuple[int, ...], **options: Any) -> Result
     return Result(loss.item(), torch.cat(logits, 1), gradients(model))
 
 
+def make_parallel(model: Any, **settings: Any) -> ContextParallel:
+    (heads,) = model_heads(model)
+    return ContextParallel(**dataclasses.asdict(heads), dtype=torch.float32, **settings)
+
+
 def over_ranks(name: str, documents: tuple[int, ...], settings: dict[str, Any], checkpoint: bool = False) -> Result:
     model, tokens = build(name), make_tokens()
     if checkpoint:
         model.activation_checkpointing_enable()
-    heads = {"num_heads": HEADS, "num_kv_heads": model.config.num_key_value_heads, "head_dim": HEAD_DIM}
-    parallel = ContextParallel(**heads, dtype=torch.float32, **settings)
+    parallel = make_parallel(model, **settings)
     sharder = enable_context_parallel(model, parallel)
     out = model(**sharder.shard_inputs(tokens, tokens, documents=documents))
     out.loss.backward()
@@ -207,8 +209,7 @@ def test_activation_checkpointing_changes_nothing(ranks: Any) -> None:
 
 def make_sharder(name: str, **settings: Any) -> tuple[Any, Any]:
     model = build(name)
-    heads = {"num_heads": HEADS, "num_kv_heads": model.config.num_key_value_heads, "head_dim": HEAD_DIM}
-    return model, enable_context_parallel(model, ContextParallel(**heads, dtype=torch.float32, **settings))
+    return model, enable_context_parallel(model, make_parallel(model, **settings))
 
 
 def test_a_model_of_the_same_family_that_is_not_enabled_stays_as_it_is() -> None:
