@@ -10,14 +10,12 @@ q [B, T, H, D], k and v [B, T, K, D] are this rank's rows of sequences that the 
 
 from __future__ import annotations
 
-import itertools
 import math
-import socket
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,12 +32,12 @@ from engine.attention.context import (
     build_context,
     open_transport,
 )
+from engine.attention.rank_info import all_gather_rank_info, device_name, find_topology
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
 from engine.kernels.attention import KernelChoice, TileKernel, select_kernel
@@ -65,16 +63,6 @@ _OF_A_SEQUENCE = ("mask", "mask_layers", "documents")
 
 # What is kept for backward is the model's own affair: autograd keeps what attention gives it.
 _MEMORY = MemoryConfig(activation_checkpoint="none")
-
-
-@dataclass(frozen=True)
-class _RankInfo:
-    """What every rank tells all others: the ranks it shares sequences with, where it works, and its settings."""
-
-    ranks: tuple[int, ...]
-    host: str
-    device: str
-    settings: tuple[object, ...]
 
 
 class ContextParallel:
@@ -132,10 +120,10 @@ class ContextParallel:
         )
         device = torch.device(device) if device is not None else _default_device(group)
         axes_read = _read_axes(preset, axes)
-        places = _all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
+        places = all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
         world_rank = dist.get_rank() if dist.is_initialized() else 0
         ranks = places[world_rank].ranks
-        topology = _find_topology([places[rank].host for rank in ranks], nodes)
+        topology = find_topology([places[rank].host for rank in ranks], nodes)
         config = _run_config(axes_read, heads, dtype, topology)
         machine = machine_of(config, places[ranks[0]].device)
         method = resolve_attention(config, topology, machine)
@@ -422,57 +410,6 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _all_gather_rank_info(
-    group: dist.ProcessGroup | None, device: torch.device, settings: tuple[object, ...]
-) -> list[_RankInfo]:
-    """The places of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
-    if not dist.is_initialized():
-        if group is not None:
-            raise ConfigError("group: got a process group, but torch.distributed is not initialised")
-        return [_RankInfo((0,), socket.gethostname(), _device_name(device), settings)]
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    local = _RankInfo(tuple(ranks), socket.gethostname(), _device_name(device), settings)
-    infos: list[_RankInfo] = gather_objects(local)
-    problems = []
-    for rank, info in enumerate(infos):
-        if rank not in info.ranks:
-            problems.append(
-                f"group: rank {rank} gave the group of ranks {list(info.ranks)}, to which it does not belong"
-            )
-        for member in info.ranks:
-            if infos[member].ranks != info.ranks:
-                problems.append(
-                    f"group: rank {rank} shares its sequences with ranks {list(info.ranks)}, but rank {member} with "
-                    f"{list(infos[member].ranks)}; every rank must give the one group that it belongs to"
-                )
-            elif infos[member].settings != info.settings and member > rank:
-                problems.append(
-                    f"settings: ranks {rank} and {member} share their sequences, but gave {info.settings} and "
-                    f"{infos[member].settings}; give the same everywhere"
-                )
-    if problems:
-        raise ConfigError(problems)
-    return infos
-
-
-def _find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:
-    """Nodes x local ranks of a group whose ranks lie on these machines, in order.
-
-    Where the machines have unequal shares, or a machine's ranks are no neighbours, every rank counts as its own node.
-    """
-    if nodes is not None:
-        if nodes < 1 or len(hosts) % nodes:
-            legal = ", ".join(str(n) for n in range(1, len(hosts) + 1) if len(hosts) % n == 0)
-            raise ConfigError(
-                f"nodes: got {nodes}, which does not divide the group's {len(hosts)} ranks; legal: {legal}"
-            )
-        return Topology(nodes, len(hosts) // nodes)
-    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
-    if len(runs) == len(set(hosts)) and len(set(runs)) == 1:
-        return Topology(len(runs), runs[0])
-    return Topology(len(hosts), 1)
-
-
 def set_sm_carveout(count: int | None) -> None:
     """Matrix products and attention kernels that look at torch's setting leave so many multiprocessors of the GPU to
     messages: beside a kernel that takes all of them no message begins.
@@ -500,11 +437,7 @@ def resolve_here(config: RunConfig, mesh: Mesh) -> ResolvedRun:
 
     Collective over all ranks of the world: ranks with different devices must choose alike. Its memory policy is named.
     """
-    names = [_device_name(mesh.device)]
+    names = [device_name(mesh.device)]
     if dist.is_initialized():
         dist.broadcast_object_list(names, src=0, device=mesh.device)
     return resolve_run(config, mesh.topology, machine_of(config, names[0]))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

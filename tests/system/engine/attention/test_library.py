@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from engine.attention import ContextParallel, SequenceContext, attention
 from engine.attention.context import HeadShape
-from engine.attention.library import _find_topology
+from engine.attention.rank_info import find_topology
 from engine.config.errors import ConfigError
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import Mask
@@ -360,7 +360,7 @@ def test_ranks_that_disagree_all_get_the_error(ranks: Any, wrong: str, text: str
     ],
 )
 def test_nodes_are_found_by_host_name(hosts: str, topology: Topology) -> None:
-    assert _find_topology(hosts, None) == topology
+    assert find_topology(hosts, None) == topology
 
 
 @pytest.mark.thorough
