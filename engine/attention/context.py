@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.buffers import BufferPool
+from engine.attention.linear.sequence import LinearSequence
+from engine.attention.linear.spans import build_spans
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, StreamTransport
@@ -33,7 +35,7 @@ from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.layers import LayerAttention
 from engine.planning.program.ops import Channel
-from engine.planning.schedules.plan import plan_method
+from engine.planning.schedules.plan import channels_of, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
 
@@ -187,6 +189,26 @@ class SequenceContext:
     def positions(self) -> Tensor:
         """[T] int64 on the ranks' device; those from seq_len on are padding."""
         return torch.from_numpy(self.layout.positions(self.group.rank)).to(self.parallel.device)
+
+    @cached_property
+    def linear(self) -> LinearSequence:
+        """The sequences for linear attention, whose messages are counted with those of attention; sends nothing.
+
+        Raises ConfigError where the layout has no runs of consecutive positions, or layers have unlike documents.
+        """
+        documents = {layer.mask.documents for layer in self.layers}
+        if len(documents) > 1:
+            raise ConfigError(
+                f"documents: layers have {len(documents)} different lists of documents; linear attention needs one"
+            )
+        channels = channels_of(self.layers[0].method)
+        return LinearSequence(
+            build_spans(self.layout, documents.pop(), self.seq_len),
+            self.group.rank,
+            self.group.transport,
+            channels[0] if channels else None,  # each has all ranks of the group, and is idle between layers
+            self.parallel.device,
+        )
 
     @property
     def runtime(self) -> AttentionRuntime:

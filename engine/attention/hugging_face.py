@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from engine.attention.context import HeadShape, SequenceContext, attention
 from engine.attention.library import ContextParallel
+from engine.attention.linear.hugging_face import LinearLayers, find_linear_layers
+from engine.attention.linear.sequence import LinearSequence
 from engine.attention.model_calls import (
     AttentionCall,
     AttentionProbe,
@@ -69,6 +71,11 @@ class ModelSequence:
         self.context = context
         self.windows = windows
         self.position_ids = position_ids
+
+    @property
+    def linear(self) -> LinearSequence:
+        """The sequences for the model's linear layers."""
+        return self.context.linear
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out [B, T, H, v_dim] of this rank's rows; arguments as of `attention`."""
@@ -181,7 +188,8 @@ def enable_context_parallel(
             f"model: got {type(model).__name__}, expected a transformers.PreTrainedModel; call this before the model "
             "is wrapped (DDP, compile), or use engine.attention.attention in a model of your own"
         )
-    problems = [*model_problems(model)]
+    linear = find_linear_layers(model)
+    problems = [*model_problems(model, linear), *(() if linear is None else linear.problems(parallel.method.layout))]
     windows = layer_windows(model.config)
     if any(windows) and mask != "causal":
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
@@ -190,10 +198,13 @@ def enable_context_parallel(
     if not problems:
         calls, problems = _recorded_calls(model)
         heads = layer_heads(calls)
-        problems = problems or [*call_problems(calls, windows), *_head_problems(heads, parallel)]
+        silent_layers = () if linear is None else linear.layers
+        problems = problems or [*call_problems(calls, windows, silent_layers), *_head_problems(heads, parallel)]
     if problems:
         raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
     use_attention(model)
+    if linear is not None:
+        linear.add_checks(IMPLEMENTATION)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
@@ -210,6 +221,9 @@ def _recorded_calls(model: Any) -> tuple[list[AttentionCall], list[str]]:
     before, experts = model.config._attn_implementation, model.config._experts_implementation
     device = next(model.parameters()).device
     positions = torch.arange(2, device=device)[None]
+    linear = find_linear_layers(model)
+    if linear is not None:
+        linear.replace_functions(ShardMask)
     model.set_attn_implementation(IMPLEMENTATION)
     if device.type == "meta" and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the router
@@ -367,8 +381,11 @@ def refuse_masks(
         raise ValueError("context parallelism: " + "; ".join(problems))
 
 
-def model_problems(model: Any) -> Iterator[str]:
-    """One sentence per property of the model that would be computed wrongly and that its calls of attention hide."""
+def model_problems(model: Any, linear: LinearLayers | None = None) -> Iterator[str]:
+    """One sentence per property of the model that would be computed wrongly and that its calls of attention hide.
+
+    `linear`: its linear layers, where these run over all ranks; None: they are refused.
+    """
     config = model.config
     if not model._can_set_attn_implementation():
         yield "its attention is not exchangeable (it does not use transformers.AttentionInterface)"
@@ -381,7 +398,7 @@ def model_problems(model: Any) -> Iterator[str]:
     for name in ("attn_logit_softcapping", "attention_chunk_size", "output_attentions", "output_router_logits"):
         if value := _any_layer(config, name):
             yield f"config.{name} is {value}, which context parallelism does not have"
-    yield from _sequence_problems(model)
+    yield from _sequence_problems(model, linear)
 
 
 def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Iterator[str]:
@@ -397,13 +414,16 @@ def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Ite
         yield from parallel.head_problems(shape)
 
 
-def _sequence_problems(model: Any) -> Iterator[str]:
-    """Parts of the model, besides attention, that look at more than one position."""
+def _sequence_problems(model: Any, linear: LinearLayers | None) -> Iterator[str]:
+    """Parts of the model, besides attention and `linear`, that look at more than one position."""
     config = model.config
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    supported = (*_LAYER_TYPES, *(() if linear is None else (linear.family.layer_type,)))
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(supported))
     if others:
-        yield f"has layers of type {', '.join(others)}; only {' and '.join(_LAYER_TYPES)} can be divided"
-    mixing = sorted({type(part).__name__ for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase))})
+        yield f"has layers of type {', '.join(others)}; only {' and '.join(supported)} can be divided"
+    known = set() if linear is None else linear.parts
+    mixers = (part for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase)) and part not in known)
+    mixing = sorted({type(part).__name__ for part in mixers})
     if mixing:
         yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
     for name, part in model.named_modules():
