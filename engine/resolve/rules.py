@@ -18,8 +18,9 @@ from typing import Any
 
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError, legal_sizes
+from engine.config.lora import LoraConfig
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import LoraConfig, ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.checkpoint_policy import POLICIES_OF
 from engine.planning.visibility.options import mask_problems
 from engine.resolve.data_rules import data_rules, weight_rules
