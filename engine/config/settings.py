@@ -17,6 +17,7 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
+from engine.config.lora import LoraConfig
 from engine.config.schema import JsonObject, read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
 
@@ -69,17 +70,6 @@ class RopeScalingConfig:
     original_seq_len: int | None = setting(
         None, "length the model was trained on; yarn and llama3 need it", "tokens", at_least=1
     )
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters on frozen weights (Hu et al. 2021), by the library peft; needs model.implementation=hf."""
-
-    rank: int | None = setting(None, "rank of the adapters, which alone are trained; null: all weights are", at_least=1)
-    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", above=0)
-    target_modules: tuple[str, ...] = setting(("all-linear",), "ends of names of the linear layers with an adapter")
-    target_parameters: tuple[str, ...] = setting((), "ends of names of parameters with one: mlp.experts.down_proj")
-    dora: bool = setting(False, "train the length of every output's weights on its own (Liu et al. 2024)")
 
 
 @dataclass(frozen=True)

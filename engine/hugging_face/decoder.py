@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from engine.attention.hugging_face import ShardMask, layer_windows, model_problems, use_attention
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, LoraConfig, LossConfig, ModelConfig
+from engine.config.lora import LoraConfig
+from engine.config.settings import AttentionConfig, LossConfig, ModelConfig
 from engine.hugging_face.adapters import add_adapters, base_name, derive_magnitudes
 from engine.hugging_face.experts import Routers, RouterStatistics, find_routers
 from engine.hugging_face.head import logits_scale

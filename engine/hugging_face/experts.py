@@ -72,11 +72,12 @@ class RouterStatistics:
         parts = []
         for each in logits:
             rows = each.reshape(-1, each.shape[-1])
+            rows = rows if self._routers.coefficient else rows.detach()  # statistics alone need no graph
             keep = self.real.repeat(rows.shape[0] // self.real.shape[0])
             weights = rows.softmax(dim=-1)
             chosen = weights.detach().topk(self._routers.top_k, dim=-1).indices  # [B * T, top_k]
-            one_hot = torch.zeros_like(weights).scatter_(1, chosen, 1.0)
-            counts = (one_hot * keep[:, None]).sum(0, dtype=torch.float32)
+            counts = torch.zeros(rows.shape[1], device=rows.device)
+            counts.scatter_add_(0, chosen.flatten(), keep.float().repeat_interleave(self._routers.top_k))
             parts.append(((weights.float() * keep[:, None]).sum(0), counts))
         probabilities, assigned = (torch.stack(tensors).sum(0) for tensors in zip(*parts, strict=True))
         return Routed(probabilities, assigned)

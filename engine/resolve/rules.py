@@ -18,8 +18,10 @@ from typing import Any
 
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError, legal_sizes
+from engine.config.lora import LoraConfig
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import LoraConfig, ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
+from engine.planning.checkpoint_policy import POLICIES_OF
 from engine.planning.visibility.options import mask_problems
 from engine.resolve.data_rules import data_rules, weight_rules
 
@@ -108,7 +110,6 @@ def _implementation(config: RunConfig) -> Iterator[str]:
 
 def _hugging_face(config: RunConfig) -> Iterator[str]:
     """What the decoders of transformers have in this trainer, and what their config.json says of the settings."""
-    from engine.planning.checkpoint_policy import POLICIES_OF
     from engine.pretrained.decoder_shape import (
         contradictions,
         unknown_parts,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config.settings import LoraConfig, MemoryConfig, ModelConfig, RunConfig
+from engine.config.lora import LoraConfig
+from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.predict.flops import attention_pairs, count_parameters, step_flops
 from engine.predict.policy_cost import state_bytes
 from engine.predict.room import checkpoint_bytes
