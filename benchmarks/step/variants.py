@@ -78,8 +78,8 @@ def check_variant(variant: str, case: Case) -> None:
         case.run_config(variant)
     elif variant not in PEERS:
         raise ConfigError(
-            f"--variants: unknown {variant}; legal are {', '.join((*PEERS, OURS, HUB))}, the last two with a policy, too, "
-            f"as in {OURS}:attn_out:tile_tokens=1024"
+            f"--variants: unknown {variant}; legal are {', '.join((*PEERS, OURS, HUB))}, the last two with a policy "
+            f"as well, as in {OURS}:attn_out:tile_tokens=1024"
         )
 
 
