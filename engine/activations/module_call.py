@@ -23,7 +23,7 @@ from engine.activations.layer_call import LayerExecution, leaf
 from engine.activations.saved import offloaded
 from engine.activations.store import DeviceStore, HostStore
 from engine.attention.runtime import SavedResults
-from engine.hugging_face.experts import Routed, router_logits
+from engine.hugging_face.experts import Routed, router_outputs
 from engine.hugging_face.sequence import LayerSequence
 
 
@@ -104,9 +104,9 @@ class ModuleCall:
         args, kwargs = tree_unflatten(leaves, self._spec)
         modules, index = self._routers
         routing = sequence.routing
-        with router_logits(modules if routing is not None else (), index) as logits:
+        with router_outputs(modules if routing is not None else (), index) as outputs:
             output = self._forward(*args, **{**kwargs, "sequence": sequence})
-        return output, routing.of_logits(logits) if routing is not None and logits else None
+        return output, routing.of_outputs(outputs) if routing is not None and outputs else None
 
     def plain(self) -> Any:
         """Run the layer under autograd."""
@@ -122,8 +122,8 @@ class ModuleCall:
             self._leaves[index] = None  # saved in a store, not here
         result = _Result()
         tensors = _ModuleFunction.apply(self, execution, result, len(inputs), *inputs, *self.parameters())  # type: ignore[no-untyped-call]
-        if result.counts is not None and self.sequence.routing is not None:
-            self.sequence.routing.add(Routed(tensors[-1], result.counts))
+        if result.routed is not None and self.sequence.routing is not None:
+            self.sequence.routing.add(result.routed._replace(probabilities=tensors[-1]))
             tensors = tensors[:-1]
         return tree_unflatten(result.leaves_with(tensors), result.spec)
 
@@ -134,7 +134,7 @@ class _Result:
     def __init__(self) -> None:
         self.spec: Any = None
         self.leaves: list[Any] = []
-        self.counts: Tensor | None = None
+        self.routed: Routed | None = None
 
     def leaves_with(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """Return the leaves of the output, with these tensors in the places of tensors."""
@@ -164,7 +164,7 @@ class _ModuleFunction(torch.autograd.Function):
         result.leaves = [Tensor if isinstance(value, Tensor) else value for value in leaves]
         ctx.set_materialize_grads(False)
         if routed is not None:
-            result.counts = routed.counts
+            result.routed = routed
             found.append(routed.probabilities)
         return tuple(found)
 

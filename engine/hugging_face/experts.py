@@ -43,12 +43,22 @@ class Routed(NamedTuple):
     """What the routers of one layer chose for the local rows.
 
     Attributes:
-        probabilities: Sum over rows of every expert's probability, [E], differentiable.
-        counts: Rows assigned to every expert, [E].
+        probabilities: Sum over rows of every expert's softmax probability, [E], differentiable.
+        counts: Rows with the expert among the top_k of these, [E]: C of the auxiliary loss.
+        load: Rows that the expert computes, [E]. Differs from `counts` for routers that choose in another way, by
+            sigmoids, corrected scores or groups (DeepSeek-V3).
     """
 
     probabilities: Tensor
     counts: Tensor
+    load: Tensor
+
+
+class RouterOutput(NamedTuple):
+    """Output of a router: logits, [B * T, E] or [B, T, E]; experts chosen, [..., top_k] int64; None: it has none."""
+
+    logits: Tensor
+    chosen: Tensor | None
 
 
 class RouterStatistics:
@@ -67,26 +77,26 @@ class RouterStatistics:
         """Add a layer, in order."""
         self._routed.append(routed)
 
-    def of_logits(self, logits: Sequence[Tensor]) -> Routed:
-        """Return what one layer's routers chose by their logits, each [B * T, E] or [B, T, E]."""
+    def of_outputs(self, outputs: Sequence[RouterOutput]) -> Routed:
+        """Return what one layer's routers chose."""
         parts = []
-        for each in logits:
-            rows = each.reshape(-1, each.shape[-1])
+        for logits, chosen in outputs:
+            rows = logits.reshape(-1, logits.shape[-1])
             rows = rows if self._routers.coefficient else rows.detach()  # statistics alone need no graph
-            keep = self.real.repeat(rows.shape[0] // self.real.shape[0])
+            is_real = self.real.repeat(rows.shape[0] // self.real.shape[0])
             weights = rows.softmax(dim=-1)
-            chosen = weights.detach().topk(self._routers.top_k, dim=-1).indices  # [B * T, top_k]
-            counts = torch.zeros(rows.shape[1], device=rows.device)
-            counts.scatter_add_(0, chosen.flatten(), keep.float().repeat_interleave(self._routers.top_k))
-            parts.append(((weights.float() * keep[:, None]).sum(0), counts))
-        probabilities, assigned = (torch.stack(tensors).sum(0) for tensors in zip(*parts, strict=True))
-        return Routed(probabilities, assigned)
+            top = weights.detach().topk(self._routers.top_k, dim=-1).indices  # [B * T, top_k]
+            counts = _count(top, is_real, rows.shape[1])
+            load = counts if chosen is None else _count(chosen.reshape(rows.shape[0], -1), is_real, rows.shape[1])
+            parts.append(((weights.float() * is_real[:, None]).sum(0), counts, load))
+        return Routed(*(torch.stack(tensors).sum(0) for tensors in zip(*parts, strict=True)))
 
     def auxiliary_loss(self) -> Tensor | None:
         """See `engine.model.decoder.Routing`."""
         if not self._routers.coefficient or not self._routed:
             return None
-        counts = sum_over_ranks(self.counts.sum(0).double())  # [E]
+        counts = torch.stack([routed.counts for routed in self._routed]).sum(0)
+        counts = sum_over_ranks(counts.double())  # [E]
         rows = counts.sum() / self._routers.top_k  # not read by the host, which would wait for the device
         probabilities = torch.stack([routed.probabilities for routed in self._routed]).sum(0)
         share: Tensor = ((counts / rows.square()).float() * probabilities).sum()
@@ -95,16 +105,24 @@ class RouterStatistics:
     @property
     def counts(self) -> Tensor:
         """See `engine.model.decoder.Routing`."""
-        return torch.stack([routed.counts for routed in self._routed])
+        return torch.stack([routed.load for routed in self._routed])
+
+
+def _count(chosen: Tensor, is_real: Tensor, experts: int) -> Tensor:
+    """Return how many of the rows that count have each expert among theirs, [E]; chosen: [rows, top_k]."""
+    counts = torch.zeros(experts, device=chosen.device)
+    return counts.scatter_add_(0, chosen.flatten(), is_real.float().repeat_interleave(chosen.shape[1]))
 
 
 @contextlib.contextmanager
-def router_logits(routers: Sequence[nn.Module], index: int) -> Iterator[list[Tensor]]:
-    """Inside the body the list gets the logits of `routers`, in the order of their calls."""
-    found: list[Tensor] = []
+def router_outputs(routers: Sequence[nn.Module], index: int) -> Iterator[list[RouterOutput]]:
+    """Inside the body the list gets the outputs of `routers`, in the order of their calls; logits are at `index`."""
+    found: list[RouterOutput] = []
 
     def take(module: nn.Module, args: Any, output: Any) -> None:
-        found.append(output[index] if isinstance(output, tuple) else output)
+        outputs = output if isinstance(output, tuple) else (output,)
+        chosen = [x for x in outputs if isinstance(x, Tensor) and x.dtype == torch.int64]
+        found.append(RouterOutput(outputs[index if len(outputs) > 1 else 0], chosen[0] if len(chosen) == 1 else None))
 
     handles = [router.register_forward_hook(take) for router in routers]
     try:
@@ -159,7 +177,7 @@ def _check_loss(model: Any, top_k: int) -> None:
     gates = [torch.randn(6, experts, generator=generator) for _ in range(2)]
     real = torch.tensor([True] * 5 + [False])
     ours = RouterStatistics(Routers((), 0, top_k, 1.0), real)
-    routed = [ours.of_logits([gate]) for gate in gates]
+    routed = [ours.of_outputs([RouterOutput(gate, None)]) for gate in gates]
     counts = sum(each.counts for each in routed)
     probabilities = sum(each.probabilities for each in routed)
     expected = (counts * probabilities).sum() * experts / (2 * 5) ** 2  # type: ignore[union-attr]

@@ -129,3 +129,23 @@ def test_loss_on_one_device_is_that_of_transformers(family: str, policy: Checkpo
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(gradients[name].grad, parameter.grad, rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
+def test_load_of_experts_counts_the_rows_that_each_computes(family: str) -> None:
+    decoder = HuggingFaceDecoder(shape_of(hf_config(family)))
+    apply_policies(decoder, [LayerExecution(LayerPolicy("none"), DeviceStore())] * len(decoder.layers))
+    decoder.to_empty(device="cpu")
+    decoder.fill_buffers(torch.device("cpu"))
+    init_weights(decoder, seed=1)
+    for name, buffer in decoder.named_buffers():
+        if "correction_bias" in name:  # which makes the choice another than that of the largest probabilities
+            buffer.copy_(torch.arange(len(buffer)) % 3)
+    chosen: list[torch.Tensor] = []
+    for layer in decoder.layers:
+        for router in (module for name, module in layer.named_modules() if name.endswith(("gate", "router"))):
+            router.register_forward_hook(lambda _module, _args, output: chosen.append(output[2].flatten()))
+    routing = decoder.routing(torch.ones(12, dtype=torch.bool))
+    assert routing is not None
+    decoder(torch.arange(12)[None], torch.arange(12), causal_attention(12), routing=routing)
+    assert routing.counts.tolist() == [each.bincount(minlength=routing.counts.shape[1]).tolist() for each in chosen]
