@@ -6,8 +6,9 @@ so that what else the machine does meets all of them alike. Tensor peaks are cou
 not timed (on CUDA: the allocator's peak).
 
 Variants of this engine are `burst` and burst:POLICY, a policy of memory with its fields, as in
-burst:attn_out:tile_tokens=1024. `transformers` is what those that keep everything are compared with;
-`transformers_checkpoint`, which has its gradient checkpointing on, what the others are. Run it on a quiet machine:
+burst:attn_out:tile_tokens=1024, and the same with `hf` for the model's code of transformers. Those that save everything
+are compared with `transformers`, the others with `transformers_checkpoint`, which has its gradient checkpointing on.
+Run it on a quiet machine:
 
     python -m benchmarks.bench_step --output benchmarks/results/step_HARDWARE_YYYYMM.json
 """
@@ -207,7 +208,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=at_least_1, default=None, help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument(
-        "--variants", default=DEFAULT_VARIANTS, help=f"burst, burst:POLICY[:FIELD=VALUE]..., {', '.join(PEERS)}"
+        "--variants", default=DEFAULT_VARIANTS, help=f"burst, hf, NAME:POLICY[:FIELD=VALUE]..., {', '.join(PEERS)}"
     )
     return parser.parse_args(argv)
 

@@ -147,7 +147,9 @@ def override_problem(override: Override, groups: Groups) -> Problem | None:
         return Problem((key,), f"{given}: settings of Hydra itself have no effect here; leave it out")
     if override.is_choice(groups):
         return _choice_problem(override, groups)
-    if key not in KNOWN_KEYS and not key.startswith(tuple(f"{name}." for name in JSON_KEYS)):
+    if key.startswith(tuple(f"{name}." for name in JSON_KEYS)):
+        return None
+    if key not in KNOWN_KEYS:
         return unknown_key(key, (*KNOWN_KEYS, *(group for group in groups if group not in KNOWN_KEYS)))
     if override.is_delete and "=" in given:
         return Problem((key,), f"{given}: to take a setting back to its default write ~{key}")

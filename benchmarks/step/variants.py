@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ import torch
 from benchmarks.memory.cell import read_memory
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
+from engine.config.schema import JsonObject
 from engine.config.settings import Dtype, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.resolve.legality import check_run
 
 OURS = "burst"
+HUB = "hf"  # this engine with the model's code of transformers
 REFERENCE = "transformers"
 CHECKPOINT_REFERENCE = "transformers_checkpoint"
 PEERS = {
@@ -40,11 +44,11 @@ class Case:
     device: str
 
     def run_config(self, variant: str) -> RunConfig:
-        """The engine's configuration of `burst` (policy none) or burst:POLICY[:FIELD=VALUE]...; ConfigError if bad."""
-        _, _, policy = variant.partition(":")
+        """The engine's configuration of burst, hf (policy none) or NAME:POLICY[:FIELD=VALUE]...; ConfigError if bad."""
+        name, _, policy = variant.partition(":")
         config = RunConfig(
             seed=SEED,
-            model=self.model,
+            model=self.hub_model() if name == HUB else self.model,
             memory=read_memory(policy or "none"),
             loss=LossConfig(),
             optimizer=OptimizerConfig(schedule="constant"),
@@ -54,6 +58,10 @@ class Case:
         check_run(config)
         return config
 
+    def hub_model(self) -> ModelConfig:
+        """The same shape, computed by transformers' code."""
+        return replace(self.model, implementation="hf", hf_config=JsonObject(llama_config(self).to_diff_dict()))
+
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[1, seq_len] random tokens, the same for every variant."""
         return np.random.default_rng(SEED).integers(0, self.model.vocab_size, (1, self.seq_len))
@@ -61,7 +69,7 @@ class Case:
 
 def is_ours(variant: str) -> bool:
     """Whether this engine runs the variant."""
-    return variant.partition(":")[0] == OURS
+    return variant.partition(":")[0] in (OURS, HUB)
 
 
 def check_variant(variant: str, case: Case) -> None:
@@ -70,14 +78,16 @@ def check_variant(variant: str, case: Case) -> None:
         case.run_config(variant)
     elif variant not in PEERS:
         raise ConfigError(
-            f"--variants: unknown {variant}; legal are {', '.join(PEERS)}, {OURS} and {OURS}:POLICY[:FIELD=VALUE]..., "
+            f"--variants: unknown {variant}; legal are {', '.join((*PEERS, OURS, HUB))}, the last two with a policy, too, "
             f"as in {OURS}:attn_out:tile_tokens=1024"
         )
 
 
 def describe(variant: str) -> str:
     """What a variant is, in words."""
-    return PEERS.get(variant, f"this engine, memory policy {variant.partition(':')[2] or 'none'}")
+    name, _, policy = variant.partition(":")
+    code = " with transformers' LlamaForCausalLM" if name == HUB else ""
+    return PEERS.get(variant, f"this engine{code}, memory policy {policy or 'none'}")
 
 
 def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
@@ -100,6 +110,10 @@ def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     start_process_group(choose_device(config.cluster, placement), placement)
     mesh = build_mesh(config.parallel, config.cluster)
     model, attention = build_model(resolve_here(config, mesh), mesh)
+    if variant.partition(":")[0] == HUB:
+        with tempfile.TemporaryDirectory() as folder:
+            initial_transformers(case).save_pretrained(folder)
+            model.load(Path(folder))
     train_step = TrainStep(config, mesh, model, attention)
     tokens = case.tokens()
     labels = np.concatenate([tokens[:, 1:], [[-100]]], axis=1)
@@ -109,12 +123,9 @@ def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
 
 def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Step, Any, Any]:
     """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
-    from transformers import LlamaForCausalLM
-
     from engine.optim.adamw import build_optimizer
 
-    model = LlamaForCausalLM(llama_config(case)).train()
-    copy_initial_weights(case.model, model)
+    model = initial_transformers(case).train()
     dtype = getattr(torch, case.dtype)
     model.to(device=case.device, dtype=dtype if cast else torch.float32)
     if checkpoint:
@@ -134,6 +145,15 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
         return float(loss.item())
 
     return step, model, optimizer
+
+
+def initial_transformers(case: Case) -> Any:
+    """LlamaForCausalLM with the weights with which the engine starts."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(llama_config(case))
+    copy_initial_weights(case.model, model)
+    return model
 
 
 def llama_config(case: Case) -> Any:

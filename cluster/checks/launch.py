@@ -359,6 +359,7 @@ def needed_modules(config: RunConfig) -> tuple[str, ...]:
         "pyarrow": data.format == "parquet",
         "torchao": config.memory.moments_dtype == "int8",
         "transformers": config.model.implementation == "hf",
+        "peft": config.model.lora.rank is not None,
         "tensorboard": config.train.tensorboard,
     }
     return ("torch", "numpy", "yaml", "safetensors", *(name for name, is_needed in conditions.items() if is_needed))

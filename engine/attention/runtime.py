@@ -220,7 +220,7 @@ class AttentionRuntime:
             ring_dout = self.empty(saved.out.shape, saved.out.dtype, device or dout.device)
         arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
         # Where queries move, two numbers per row and head replace out: lse, and what rowsum(dout * out) follows from.
-        if self._has_stats:
+        if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
             if stats is None and self.takes_stats:
                 stats = backward_stats(dout, saved.out, saved.lse)
             elif stats is None:  # after a head exchange the plan forms them

@@ -77,12 +77,8 @@ class LoraConfig:
 
     rank: int | None = setting(None, "rank of the adapters, which alone are trained; null: all weights are", at_least=1)
     alpha: float = setting(16.0, "adapters are scaled by alpha / rank", above=0)
-    target_modules: tuple[str, ...] = setting(
-        ("all-linear",), "names, or ends of names, of the linear layers with an adapter; all-linear: all but the head"
-    )
-    target_parameters: tuple[str, ...] = setting(
-        (), "likewise of parameters without a linear layer of their own: experts, such as mlp.experts.gate_up_proj"
-    )
+    target_modules: tuple[str, ...] = setting(("all-linear",), "ends of names of the linear layers with an adapter")
+    target_parameters: tuple[str, ...] = setting((), "ends of names of parameters with one: mlp.experts.down_proj")
     dora: bool = setting(False, "train the length of every output's weights on its own (Liu et al. 2024)")
 
 
@@ -91,12 +87,8 @@ class ModelConfig:
     """A decoder: its shape and whose code computes it."""
 
     name: str = setting("tiny", "name of this shape in tables; the option of the group model")
-    implementation: Implementation = setting(
-        "burst", "burst: the Llama-style decoder of this engine; hf: the model's own code in transformers"
-    )
-    hf_config: JsonObject | None = setting(
-        None, "config.json of the model (needs implementation=hf); the settings of its shape must agree with it"
-    )
+    implementation: Implementation = setting("burst", "burst: this engine's decoder; hf: transformers' own code")
+    hf_config: JsonObject | None = setting(None, "config.json of the model, for hf; other settings must agree with it")
     vocab_size: int = setting(256, "rows of the embedding and of the LM head", "tokens", at_least=2)
     hidden_size: int = setting(256, "width of the residual stream", at_least=1)
     ffn_hidden_size: int = setting(688, "inner width of the SwiGLU feed-forward", at_least=1)
@@ -106,20 +98,14 @@ class ModelConfig:
     head_dim: int = setting(64, "size of one head of q and k; even, for RoPE", at_least=2)
     v_head_dim: int | None = setting(None, "hf: size of one head of v; null: head_dim", at_least=1)
     kv_lora_rank: int | None = setting(None, "hf: width of the compressed keys and values (MLA)", at_least=1)
-    q_lora_rank: int | None = setting(
-        None, "hf: width of the compressed queries (MLA); null: not compressed", at_least=1
-    )
+    q_lora_rank: int | None = setting(None, "hf: width of the compressed queries (MLA); null: whole", at_least=1)
     rope_head_dim: int | None = setting(None, "hf: part of head_dim that RoPE turns (MLA)", at_least=1)
     gated_ffn: bool = setting(True, "hf: the feed-forward has a gate, so three matrices; false: two")
-    num_moe_layers: int = setting(
-        0, "hf: layers with a mixture of experts in place of the feed-forward", "layers", at_least=0
-    )
+    num_moe_layers: int = setting(0, "hf: layers whose feed-forward is a mixture of experts", "layers", at_least=0)
     num_experts: int = setting(0, "hf: experts of such a layer", "experts", at_least=0)
     experts_per_token: int = setting(0, "hf: experts that compute a token", "experts", at_least=0)
     expert_ffn_hidden_size: int = setting(0, "hf: inner width of one expert", at_least=0)
-    shared_expert_ffn_hidden_size: int = setting(
-        0, "hf: inner width of the experts that compute every token, together", at_least=0
-    )
+    shared_expert_ffn_hidden_size: int = setting(0, "hf: inner width of experts that compute every token", at_least=0)
     rope_theta: float = setting(10000.0, "base of the RoPE frequencies", above=0)
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     norm_eps: float = setting(1e-5, "added to the mean of squares in RMSNorm", above=0)

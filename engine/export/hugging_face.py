@@ -204,7 +204,8 @@ def _set_ends(
 ) -> dict[str, Any] | None:
     """Set bos and eos ids in config.json; return the generation_config.json to write, None for none.
 
-    What config.json and a base folder state stays; the end of documents in training is added where no file names it.
+    Ids stated by config.json and a base folder are kept unchanged; the id that ends documents in training is added if
+    no file names it.
     """
     generation = {} if base is None else dict(base.generation_config)
     stated = [index for source in (document, generation) for index in token_ids(source.get("eos_token_id"))]

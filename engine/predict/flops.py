@@ -5,7 +5,7 @@ experts those that it is routed to) and P visible (query, key) pairs of the mask
 
     forward    2 * N_mat * N           a multiplication and an addition per parameter and token
              + 2 * L * H * (D + Dv) * P    Q K^T and P V, per pair and query head (P: of the mean layer)
-    backward   twice the forward       gradients of both operands of every matmul
+    backward   twice the forward       gradients of both operands of every matmul; of frozen weights (LoRA) of one
 
 Conventions differ by more than 2x between publications, so each figure names its convention:
 
@@ -179,10 +179,11 @@ def step_flops(
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
     every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
     recomputed = 2 * recomputed_matrices * tokens + attention_flops(model, recomputed_pairs)
+    frozen = 2 * count_parameters(model).matmul * tokens if model.lora.rank else 0  # gradients that nothing needs
     return Flops(
-        model=3 * forward,
-        model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair),
-        hardware=3 * forward + recomputed,
+        model=3 * forward - frozen,
+        model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair) - frozen,
+        hardware=3 * forward - frozen + recomputed,
     )
 
 

@@ -252,6 +252,16 @@ class MemoryPrediction:
 Predict = Callable[[RunConfig, AttentionMethod, Topology], MemoryPrediction]
 
 
+def missing_library(config: RunConfig) -> str | None:
+    """Return why memory cannot be predicted on this machine for want of a library; None if it can."""
+    if config.model.implementation != "hf" or importlib.util.find_spec("transformers") is not None:
+        return None
+    return (
+        "the memory of model.implementation=hf is predicted with transformers, which is not installed here; "
+        "run: pip install 'burst-train[transformers]' (memory=auto needs it; memory=full does not)"
+    )
+
+
 class Predictor:
     """Sends requests to a subprocess, and caches the answers."""
 
@@ -265,14 +275,11 @@ class Predictor:
     def predict(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
         """Return the prediction for `config`, which names its memory policy, with `method` on the ranks of `world`.
 
-        Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
-        silent for the time limit, or when it would need transformers, which is not installed.
+        Raises ConfigError if the configuration cannot run on these ranks, RunError if the subprocess fails or does not
+        answer within the time limit, or would need transformers, which is not installed.
         """
-        if config.model.implementation == "hf" and importlib.util.find_spec("transformers") is None:
-            raise RunError(
-                "the memory of model.implementation=hf is predicted with transformers, which is not installed here; "
-                "run: pip install 'burst-train[transformers]' (memory=auto needs it; memory=full does not)"
-            )
+        if (problem := missing_library(config)) is not None:
+            raise RunError(problem)
         return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), method, world))
 
     def start(self) -> subprocess.Popen[str]:

@@ -24,6 +24,7 @@ from engine.planning.methods.layers import LayerAttention, attended_pairs, atten
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.topology import padded_length
 from engine.predict.flops import Flops, attention_flops, count_parameters, ffn_rows, step_flops
+from engine.predict.trained import trained_parameters
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
 _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
@@ -130,14 +131,26 @@ def rank_parameters(config: RunConfig, method: AttentionMethod) -> int:
     return count_parameters(config.model).total // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
 
 
-def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True) -> int:
-    """Return the bytes of fp32 master weights, AdamW's moments and fp32 gradients of `parameters` parameters.
+def rank_trained(config: RunConfig, method: AttentionMethod) -> int:
+    """Return the parameters that one rank updates."""
+    parallel = config.parallel
+    return trained_parameters(config.model) // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
+
+
+def state_bytes(memory: MemoryConfig, parameters: int, trained: int | None = None, *, gradients: bool = True) -> int:
+    """Return the bytes of fp32 master weights, and of AdamW's moments and fp32 gradients of those that are trained.
 
     With optimizer_in_backward gradients exist for one layer at a time and are not counted.
+
+    Args:
+        memory: Dtype of the moments, and when weights are updated.
+        parameters: All that are held.
+        trained: Those that are not frozen; None: all.
+        gradients: Whether gradients count.
     """
     moment = _INT8_MOMENT_BYTES if memory.moments_dtype == "int8" else _WIDE_BYTES
     gradient = _WIDE_BYTES if gradients and not memory.optimizer_in_backward else 0
-    return parameters * (_WIDE_BYTES + gradient + 2 * moment)
+    return parameters * _WIDE_BYTES + (parameters if trained is None else trained) * (gradient + 2 * moment)
 
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
@@ -148,9 +161,10 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     on_host = sum(kept[: layers_on_host(config, method)])
     on_device = sum(kept) - on_host
     numbers, moved = rank_parameters(config, method), 2 * micro_steps * on_host
-    states = state_bytes(memory, numbers, gradients=False)
+    trained = rank_trained(config, method)
+    states = state_bytes(memory, numbers, trained, gradients=False)
     if memory.optimizer_store == "host":  # per micro-step weights are copied to the device twice, gradients back once
-        moved += 3 * micro_steps * _WIDE_BYTES * numbers
+        moved += micro_steps * _WIDE_BYTES * (2 * numbers + trained)
     offloads = memory.optimizer_store == "host" and config.cluster.backend != "gloo"
     sequences = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     sequences *= config.train.micro_batch_size * micro_steps

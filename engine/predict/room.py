@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.settings import RunConfig
-from engine.predict.flops import count_parameters
 from engine.runs.figures import binary_bytes
 
 _BYTES_PER_PARAMETER = 3 * 4  # master weight and two moments; 8-bit moments are saved as fp32, too
@@ -21,8 +20,10 @@ class Shortage:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of one checkpoint over all ranks: fp32 weights and both moments of every parameter."""
-    return _BYTES_PER_PARAMETER * count_parameters(config.model).total
+    """Return the bytes of one checkpoint over all ranks: fp32 weights and both moments of what is trained."""
+    from engine.predict.trained import trained_parameters  # only launches that save look
+
+    return _BYTES_PER_PARAMETER * trained_parameters(config.model)
 
 
 def saves_checkpoints(config: RunConfig) -> bool:

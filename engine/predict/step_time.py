@@ -19,6 +19,7 @@ from engine.predict.flops import StepParts, StepTime, count_parameters, layer_sh
 from engine.predict.machine import Machine
 from engine.predict.plan_costs import LOSS_PASSES, layer_numbers
 from engine.predict.policy_cost import PolicyCost, policy_cost
+from engine.predict.trained import trained_parameters
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 UPDATE_BYTES = 28  # read and written by AdamW per parameter
@@ -75,6 +76,7 @@ class _Step:
         # Tokens of the step per rank; with tensor parallelism a rank does 1 / tp_size of the work of each.
         self.rows = config.train.micro_batch_size * self.micro_steps * config.train.seq_len / self.group.size
         self.parameters = count_parameters(config.model)
+        self.trained = trained_parameters(config.model)
 
     def predict(self) -> StepTime:
         """Predict its time."""
@@ -120,7 +122,8 @@ class _Step:
             share = model.experts_per_token / model.num_experts
             expert_s = sum(self._trained_s(*shape, share=share) for shape in shapes.expert)
             once += model.num_moe_layers * model.num_experts * expert_s
-        trained = 6 * self.parameters.active_layer_matmuls * self.rows / self.tp_size
+        products = 3 if model.lora.rank is None else 2
+        trained = 2 * products * self.parameters.active_layer_matmuls * self.rows / self.tp_size
         return once, once * self.cost.linear_flops / self.world.size / trained
 
     def _trained_s(self, inputs: int, outputs: int, share: float = 1.0) -> float:
@@ -133,7 +136,9 @@ class _Step:
         """
         tokens = share * (self.tile_tokens or self.rows / self.micro_steps)
         side = min(tokens, inputs, outputs / self.tp_size)
-        return 6 * inputs * outputs * share * self.rows / self.tp_size / self.machine.product_flops_per_s(side)
+        products = 3 if self.config.model.lora.rank is None else 2  # frozen weights need no gradient
+        flops = 2 * products * inputs * outputs * share * self.rows / self.tp_size
+        return flops / self.machine.product_flops_per_s(side)
 
     def _elementwise_s(self) -> float:
         """Return the seconds of elementwise kernels: forward, backward (twice as much), and recomputation."""
@@ -173,6 +178,7 @@ class _Step:
         gather_s = self.element * self._ring_s(shards)
         reduce_s = GRADIENT_BYTES * self._ring_s(shards)
         reduce_s += 2 * GRADIENT_BYTES / shards * self._ring_s(config.parallel.dp_replicate_size, apart=shards)
+        reduce_s *= self.trained / self.parameters.total
         embedding = self.config.model.vocab_size * self.config.model.hidden_size / self.parameters.total
         # In backward reductions are served first, since the optimizer waits for them.
         hidden = max(0.0, backward_s - times * reduce_s)
@@ -220,7 +226,7 @@ class _Step:
         gradient arrives last and which forward needs first.
         """
         config, memory = self.config, self.config.memory
-        numbers = self.parameters.total / (self.world.size // config.parallel.dp_replicate_size)
+        numbers = self.trained / (self.world.size // config.parallel.dp_replicate_size)
         if memory.optimizer_store != "host":
             return numbers * UPDATE_BYTES / self.machine.update_bytes_per_s
         update_s = numbers * UPDATE_BYTES / (HOST_BYTES_PER_S / self.world.local_ranks)

@@ -49,7 +49,10 @@ def main(folder: str, out: str) -> None:
     """Write `AutoConfigFacts` of `folder` to the file `out`."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever a config class raises; the rest of its text is advice for its own users
+        sys.exit((str(error).strip().splitlines() or [repr(error)])[0])
     stated = config.to_dict().items()
     document = {key: value for key, value in stated if key not in _NOT_OF_MODEL and not key.startswith("_")}
     replace_json(Path(out), {"document": document, "num_parameters": _num_parameters(config)})

@@ -88,7 +88,7 @@ def read_decoder(document: Mapping[str, Any], name: str, *, is_complete: bool) -
     Raises:
         ConfigError: A key is missing, or says something that plans and counts do not know; all of them at once.
     """
-    problems = [*_unknown_parts(document), *([] if is_complete else _missing_keys(document))]
+    problems = [*unknown_parts(document), *_missing_sizes(document), *([] if is_complete else _missing_keys(document))]
     if problems:
         raise ConfigError(problems)
     try:
@@ -214,6 +214,14 @@ def _find(document: Mapping[str, Any], ours: str) -> Any:
     return next((document[key] for key in _ALIASES[ours] if document.get(key) is not None), None)
 
 
+def _missing_sizes(document: Mapping[str, Any]) -> Iterator[str]:
+    if "text_config" in document:  # where they are
+        return
+    for ours in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
+        if not isinstance(_find(document, ours), int):
+            yield f"{_ALIASES[ours][0]}: got {_find(document, ours)!r}, expected a whole number"
+
+
 def _missing_keys(document: Mapping[str, Any]) -> Iterator[str]:
     left_out = [key for key in _LEFT_OUT if key not in document]
     if "kv_lora_rank" in document:
@@ -230,7 +238,7 @@ def _missing_keys(document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _unknown_parts(document: Mapping[str, Any]) -> Iterator[str]:
+def unknown_parts(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the counts and plans of this engine do not know; whether the model's code can be divided over ranks
     is checked when it is built.
     """
@@ -243,9 +251,6 @@ def _unknown_parts(document: Mapping[str, Any]) -> Iterator[str]:
         return
     if document.get("quantization_config"):
         yield quantized_text(document)
-    for ours in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
-        if not isinstance(_find(document, ours), int):
-            yield f"{_ALIASES[ours][0]}: got {_find(document, ours)!r}, expected a whole number"
     for key in ("num_key_value_heads", "head_dim", "sliding_window"):
         if not isinstance(document.get(key), int | None):
             yield f"{key}: got {document[key]!r}, expected one whole number for all layers"

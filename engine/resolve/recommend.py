@@ -16,7 +16,7 @@ from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine
 from engine.predict.memory import Capacity, MemoryPrediction, Predict
-from engine.predict.policy_cost import policy_cost, rank_parameters, state_bytes
+from engine.predict.policy_cost import policy_cost, rank_parameters, rank_trained, state_bytes
 from engine.predict.step_time import predict_step
 from engine.resolve.attention import rank_methods, resolve_attention
 from engine.resolve.degrees import sequence_topology, tensor_parallel_problems
@@ -180,7 +180,8 @@ class Adviser:
 
     def _smaller_model(self, config: RunConfig, world: Topology) -> str | None:
         """Return a sentence if the model's states alone leave no memory for a single token; else None."""
-        states = state_bytes(config.memory, rank_parameters(config, method_on(config, world)))
+        method = method_on(config, world)
+        states = state_bytes(config.memory, rank_parameters(config, method), rank_trained(config, method))
         on_device = config.memory.optimizer_store == "device" or self.capacity.host_is_device
         if not on_device or states <= self.capacity.device_bytes:
             return None

@@ -19,8 +19,7 @@ from typing import Any
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError, legal_sizes
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import ModelConfig, RunConfig
-from engine.planning.checkpoint_policy import POLICIES_OF
+from engine.config.settings import LoraConfig, ModelConfig, RunConfig
 from engine.planning.visibility.options import mask_problems
 from engine.resolve.data_rules import data_rules, weight_rules
 
@@ -99,8 +98,7 @@ def _implementation(config: RunConfig) -> Iterator[str]:
         return
     default = ModelConfig()
     given = [name for name in _HF_SHAPE if getattr(model, name) != getattr(default, name)]
-    if model.lora.rank is not None:
-        yield f"model.lora.rank={model.lora.rank}: adapters need model.implementation=hf; set that, or rank=null"
+    given += ["lora.rank"] if model.lora.rank is not None else []
     if model.hf_config is not None or given:
         yield (
             f"model.implementation=burst is this engine's Llama-style decoder, which has no "
@@ -110,7 +108,12 @@ def _implementation(config: RunConfig) -> Iterator[str]:
 
 def _hugging_face(config: RunConfig) -> Iterator[str]:
     """What the decoders of transformers have in this trainer, and what their config.json says of the settings."""
-    from engine.pretrained.decoder_shape import contradictions, window_problems  # only such models wait for it
+    from engine.planning.checkpoint_policy import POLICIES_OF
+    from engine.pretrained.decoder_shape import (
+        contradictions,
+        unknown_parts,
+        window_problems,
+    )  # only such models wait for it
 
     model, given = config.model, "model.implementation=hf"
     if model.hf_config is None:
@@ -119,6 +122,7 @@ def _hugging_face(config: RunConfig) -> Iterator[str]:
             "or save a model for model=NAME with `burst model FOLDER --save NAME`"
         )
         return
+    yield from unknown_parts(model.hf_config)
     yield from contradictions(model)
     yield from window_problems(model.hf_config, config.attention, config.train.seq_len)
     if config.parallel.tp_size > 1:
@@ -138,6 +142,15 @@ def _hugging_face(config: RunConfig) -> Iterator[str]:
             f"memory.activation_checkpoint: got {', '.join(unknown)}, but {given} has "
             f"{', '.join(sorted(POLICIES_OF['hf']))}"
         )
+
+
+def _lora(config: RunConfig) -> Iterator[str]:
+    """Settings of adapters that no adapter has."""
+    lora, plain = config.model.lora, LoraConfig()
+    if lora.rank is None and lora != plain:
+        yield "model.lora: its settings are of adapters, but there are none; set model.lora.rank, such as 16"
+    if lora.rank is not None and not (lora.target_modules or lora.target_parameters):
+        yield "model.lora.target_modules: empty, and so is model.lora.target_parameters; name what gets an adapter"
 
 
 def _rope(config: RunConfig) -> Iterator[str]:
@@ -215,6 +228,8 @@ def _start(config: RunConfig) -> Iterator[str]:
             "model.implementation=hf runs transformers' own code, which is not installed; run: "
             "pip install 'burst-train[transformers]'"
         )
+    if model.lora.rank is not None and is_here and importlib.util.find_spec("peft") is None:
+        yield "model.lora.rank puts adapters on the model by peft, which is not installed; run: pip install peft"
     if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
         yield (
             f"model.init_from: null, but exp={config.exp} continues a trained model and would start from random "
@@ -397,6 +412,7 @@ _RULES: tuple[Rule, ...] = (
     _forms,
     _model,
     _implementation,
+    _lora,
     _rope,
     _optimizer,
     _train,

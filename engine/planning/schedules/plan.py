@@ -164,7 +164,7 @@ def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
         num_heads=model.num_heads * train.micro_batch_size,
         num_kv_heads=model.num_kv_heads * train.micro_batch_size,
         qk_dim=model.head_dim,
-        v_dim=model.head_dim,
+        v_dim=model.v_head_dim or model.head_dim,
         element_bytes=BYTES_OF[train.compute_dtype],
         wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
     )

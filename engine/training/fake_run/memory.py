@@ -56,7 +56,7 @@ from engine.predict.memory_ranks import reserve_bytes, worst_ranks
 from engine.predict.policy_cost import layers_on_host
 from engine.pretrained.decoder_shape import repeating_layers, with_num_layers
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
-from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_runtime
+from engine.training.fake_run.stand_ins import StandInFlashKernel, StandInGroupedProducts, sampled_runtime
 from engine.training.train_step import RankBatch, TrainStep
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -151,7 +151,8 @@ class _Scene:
                         self._make_buffers(attention, batches[0].rows.positions.shape[0])
                     tracker.enter("forward")
                     tracker.reset_peak()
-                    step.accumulate(batches, label_tokens=1)
+                    with StandInGroupedProducts():  # type: ignore[no-untyped-call]
+                        step.accumulate(batches, label_tokens=1)
                     tracker.enter("optimizer")
                     step.update()
         return tracker

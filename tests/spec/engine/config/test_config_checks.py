@@ -13,6 +13,7 @@ from engine.resolve.legality import check_run, problems
 RANKS4 = "cluster.ranks_per_node=4"
 TP2 = "parallel.tp_size=2 & cluster.ranks_per_node=2"
 IN_BACKWARD = "memory.optimizer_in_backward=true & optimizer.max_grad_norm=null"
+HF = "model.implementation=hf & model.hf_config={num_hidden_layers: 4, model_type: mine}"
 CHATS = f"data.format=jsonl & data.paths=[{__file__}] & data.messages_field=messages & data.chat_template=chatml"
 
 
@@ -54,6 +55,18 @@ attention.mask=vertical_slash & attention.slash_blocks=[] | attention.slash_bloc
 model.num_kv_heads=3 | model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4
 model.num_kv_heads=8 | model.num_kv_heads: got 8
 model.head_dim=63 | model.head_dim: got 63, expected an even number
+model.implementation=hf | model.hf_config: null, but model.implementation=hf builds the model from it
+model.num_experts=4 | model.implementation=burst is this engine's Llama-style decoder, which has no model.num_experts
+model.gated_ffn=false | model.implementation=burst is this engine's Llama-style decoder, which has no model.gated_ffn
+{HF} & train.dropout=0.1 | train.dropout=0.1: model.implementation=hf has the dropout of its config.json alone
+{HF} & train.compile=true | train.compile=true: model.implementation=hf is not compiled
+{HF} & {TP2} | parallel.tp_size=2: model.implementation=hf has no tensor parallelism
+{HF} & memory.activation_checkpoint=attn_out_every | memory.activation_checkpoint: got attn_out_every, but
+{HF} & model.rope_scaling.kind=linear & model.rope_scaling.factor=2.0 |
+    model.rope_scaling.kind=linear: model.implementation=hf takes RoPE from model.hf_config
+{HF} & memory.tile_tokens=64 & {RANKS4} & parallel.cp_size=1 & parallel.dp_shard_size=4 |
+    memory.tile_tokens, attention.chunk_tokens: layers run 64 rows at a time, but those of
+{HF} & model.num_layers=5 | model.num_layers is 5, in model.hf_config 4
 model.rope_theta=.inf | model.rope_theta: got inf, expected more than 0
 model.rope_scaling.kind=yarn | model.rope_scaling.original_seq_len: kind=yarn needs the length
 model.rope_scaling.kind=llama3 | model.rope_scaling.original_seq_len: kind=llama3 needs the length

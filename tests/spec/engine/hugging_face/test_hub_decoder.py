@@ -19,6 +19,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, CheckpointKind
 from engine.hugging_face.decoder import HuggingFaceDecoder
 from engine.hugging_face.head import logits_scale
+from engine.model.decoder import persistent_buffers
 from engine.model.init import init_weights
 from engine.parallel.parallelize import build_decoder
 from engine.planning.checkpoint_policy import LayerPolicy
@@ -116,7 +117,7 @@ def test_loss_on_one_device_is_that_of_transformers(family: str, policy: Checkpo
     tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     loss = decoder.head(decoder(tokens, torch.arange(12), causal_attention(12)), tokens)
     loss.backward()
-    model = reference_model(document, {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())})
+    model = reference_model(document, {**dict(decoder.named_parameters()), **persistent_buffers(decoder)})
     logits = model(input_ids=tokens, use_cache=False).logits
     expected = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     expected.backward()

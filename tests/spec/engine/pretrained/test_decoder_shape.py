@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from burst_cli.compose import compose
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
+from engine.data.rules import file_rules
 from engine.predict.flops import count_parameters
 from engine.pretrained.decoder_shape import (
     contradictions,
@@ -196,3 +199,24 @@ def test_layers_repeat_after_those_that_differ() -> None:
 @pytest.mark.parametrize(("items", "pattern"), [("aaaa", "a"), ("abab", "ab"), ("aabaa", "aab"), ("abc", "abc")])
 def test_shortest_pattern_repeats_to_the_whole(items: str, pattern: str) -> None:
     assert shortest_pattern(items) == tuple(pattern)
+
+
+def weights_problems(tmp_path: Path, **changes: Any) -> list[str]:
+    """What is wrong with a folder whose config.json differs so from that of the run."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **changes}))
+    model = replace(shape(), init_from=str(tmp_path))
+    return list(file_rules(RunConfig(model=model)))
+
+
+def test_a_folder_of_the_same_model_may_be_trained_on_other_lengths(tmp_path: Path) -> None:
+    assert not weights_problems(tmp_path, max_position_embeddings=8192)
+
+
+def test_a_folder_of_another_model_than_hf_config_is_refused(tmp_path: Path) -> None:
+    (problem,) = weights_problems(tmp_path, hidden_size=64)
+    assert "holds another model than model.hf_config: hidden_size is 32, in the folder 64" in problem
+
+
+def test_a_folder_of_quantized_weights_is_refused(tmp_path: Path) -> None:
+    (problem,) = weights_problems(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    assert "its weights are quantized (mxfp4)" in problem

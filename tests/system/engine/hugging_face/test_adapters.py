@@ -15,6 +15,7 @@ from testkit.hub_runs import losses_and_weights
 from testkit.ranks import Pools
 from testkit.tiny_training import accumulated, full_weights, own_part, random_batches, start_run, whole
 
+from engine.checkpoint.state import frozen_digest
 from engine.config.settings import LoraConfig, RunConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.export.hugging_face import ExportOrder, export
@@ -130,3 +131,21 @@ def reference_model_of(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def digest_of(config: RunConfig) -> str:
+    """Digest of the frozen weights of a run."""
+    return frozen_digest(start_run(config).model)
+
+
+def test_digest_of_frozen_weights_is_that_of_the_base_on_any_ranks(ranks: Pools, tmp_path: Path) -> None:
+    config = adapted_config("lora", tmp_path / "base")
+    replicas: Any = replace(config.parallel, cp_size=2, dp_replicate_size=2)
+    found = {
+        *ranks(2).run(digest_of, config),
+        *ranks(4).run(digest_of, replace(config, parallel=replace(config.parallel, cp_size=4))),
+        *ranks(4).run(digest_of, replace(config, parallel=replicas)),
+    }
+    assert len(found) == 1, found
+    other = replace(config, seed=7, model=replace(config.model, init_from=None))
+    assert ranks(2).run(digest_of, other)[0] not in found, "another base has the same digest"
