@@ -91,7 +91,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_heads": 4, "window_size": 6},
     "kimi_linear": {
-        **{"linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 4, "num_shared_experts": 1},
+        **{"linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4, "num_shared_experts": 1},
         **{"num_experts_per_token": 2, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
         "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     },
@@ -143,8 +143,11 @@ def build(family: str) -> Any:
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").float().train()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in filter(Tensor.is_floating_point, model.parameters()):
-            _randomise(parameter, generator)
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                _randomise(parameter, generator)
+            if name.endswith("A_log"):  # states that last over ranks; differences of sums of strong decays are noise
+                parameter.sub_(parameter.mean() + 3)
     return model
 
 
