@@ -20,12 +20,13 @@ import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.attention.context import HeadShape, SequenceContext, attention
+from engine.attention.context import HeadShape, SequenceContext, attention, latent_attention
 from engine.attention.library import ContextParallel
 from engine.attention.model_calls import (
     AttentionCall,
@@ -34,8 +35,9 @@ from engine.attention.model_calls import (
     describe_call,
     layer_heads,
     option_problems,
-    probe_attention,
+    run_probe,
 )
+from engine.attention.model_latents import LatentCapture, find_latents, install_captures, with_latents
 from engine.config.errors import ConfigError
 from engine.config.settings import MaskKind
 from engine.data.sampler import IGNORE_INDEX
@@ -45,6 +47,8 @@ IMPLEMENTATION = "burst_context_parallel"
 CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+LatentLayers = Mapping[int, tuple[nn.Module, LatentCapture]]
 
 
 # What may be done to a `ShardMask` on its way to attention: move it, copy it, look at its shape.
@@ -61,14 +65,22 @@ class ModelSequence:
     context        plans of attention over the whole sequences
     windows        sliding window of every layer in tokens by the model's config; None: none
     position_ids   [1, T] of this rank's rows in their documents
+    latents        of layers whose keys and values are expanded from latents
 
     A plain class: wrappers of models copy the dataclasses that they find among the arguments.
     """
 
-    def __init__(self, context: SequenceContext, windows: tuple[int | None, ...], position_ids: Tensor) -> None:
+    def __init__(
+        self,
+        context: SequenceContext,
+        windows: tuple[int | None, ...],
+        position_ids: Tensor,
+        latents: Mapping[int, LatentCapture],
+    ) -> None:
         self.context = context
         self.windows = windows
         self.position_ids = position_ids
+        self.latents = latents
 
 
 class ShardMask(Tensor):
@@ -99,8 +111,10 @@ class InputSharder:
         mask: Mask | MaskKind | Sequence[Mask | MaskKind],
         windows: tuple[int | None, ...],
         heads: tuple[HeadShape, ...],
+        latents: Mapping[int, LatentCapture],
     ) -> None:
         self.parallel = parallel
+        self._latents = latents
         self._mask = mask
         self._windows = windows
         self._heads = heads
@@ -137,7 +151,7 @@ class InputSharder:
         batch, seq_len = input_ids.shape
         context = self.context(seq_len, documents)
         rows = _document_positions(context, documents)
-        sequence = ModelSequence(context, self._windows, rows)
+        sequence = ModelSequence(context, self._windows, rows, self._latents)
         inputs = {**_decoder_inputs(context.shard(input_ids), rows.expand(batch, -1)), "sequence": sequence}
         if labels is not None:
             shifted = shift_labels(labels, documents)
@@ -183,8 +197,9 @@ def enable_context_parallel(
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
     _register(transformers)
     heads: tuple[HeadShape, ...] = ()
+    latents: LatentLayers = {}
     if not problems:
-        calls, problems = _recorded_calls(model)
+        calls, latents, problems = _recorded_calls(model)
         heads = layer_heads(calls)
         problems = problems or [*call_problems(calls, windows), *_head_problems(heads, parallel)]
     if problems:
@@ -193,7 +208,7 @@ def enable_context_parallel(
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
-    return InputSharder(parallel, mask, windows, heads)
+    return InputSharder(parallel, mask, windows, heads, install_captures(latents))
 
 
 def _register(transformers: Any) -> None:
@@ -201,18 +216,27 @@ def _register(transformers: Any) -> None:
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
 
 
-def _recorded_calls(model: Any) -> tuple[list[AttentionCall], list[str]]:
-    """The model's calls of attention, or why it makes none under context parallelism; the model is not changed."""
+def _recorded_calls(model: Any) -> tuple[list[AttentionCall], LatentLayers, list[str]]:
+    """The model's calls of attention, what their keys and values are expanded from, and why it makes none under
+    context parallelism; the model is not changed.
+    """
     before, experts = model.config._attn_implementation, model.config._experts_implementation
     device = next(model.parameters()).device
-    positions = torch.arange(2, device=device)[None]
     model.set_attn_implementation(IMPLEMENTATION)
     if device.type == "meta" and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the router
+
+    def run(shape: tuple[int, int], probe: AttentionProbe) -> Any:
+        positions = torch.arange(shape[1], device=device).expand(shape)
+        return run_probe(model, _decoder_inputs(torch.zeros_like(positions), positions), probe)
+
     try:
-        return probe_attention(model, _decoder_inputs(torch.zeros_like(positions), positions)), []
+        with torch.no_grad():
+            run((1, 2), probe := AttentionProbe())
+        latents = find_latents(model, probe.calls, run)
+        return with_latents(probe.calls, latents), latents, []
     except Exception as error:  # whatever the model's own code raises
-        return [], [f"a forward pass of two tokens failed: {type(error).__name__}: {error}"]
+        return [], {}, [f"a forward pass of two tokens failed: {type(error).__name__}: {error}"]
     finally:
         model.set_attn_implementation(before)
         if device.type == "meta" and model._can_set_experts_implementation():
@@ -235,7 +259,7 @@ def model_heads(model: nn.Module) -> tuple[HeadShape, ...]:
     The model makes a forward pass of two tokens. Raises ConfigError if that fails under context parallelism.
     """
     _register(_import_transformers())
-    calls, problems = _recorded_calls(model)
+    calls, _, problems = _recorded_calls(model)
     if problems:
         raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
     return layer_heads(calls)
@@ -320,18 +344,25 @@ def attention_forward(
         )
     problems = list(option_problems(module, attention_mask, dropout, options))
     if isinstance(sequence, AttentionProbe):
-        return sequence.record(describe_call(module, (query, key, value), sliding_window, problems), query), None
+        operands = query, key, value
+        return sequence.record(module, describe_call(module, operands, sliding_window, problems), operands), None
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = sequence.windows[layer]
     if sliding_window != window:
         problems.append(f"asks for sliding_window={sliding_window}, but by the model's config it is {window}")
     if problems:
         raise ValueError(f"{type(module).__name__}, layer {layer}: " + "; ".join(problems))
+    context = sequence.context
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if scaling is not None:
         factor = scaling * math.sqrt(query.shape[-1])  # kernels scale by 1/sqrt(D)
         q = q if math.isclose(factor, 1.0, rel_tol=1e-9) else q * factor
-    return attention(q, k, v, sequence.context, layer, s_aux), None
+    if not context.moves_latents(layer):
+        return attention(q, k, v, context, layer, s_aux), None
+    capture = sequence.latents[layer]
+    c, k_rope = capture.take(module, len(q)), k[:, :, 0, q.shape[-1] - capture.shape.rope_dim :]
+    weight, bias = capture.expansion.weight, capture.expansion.bias
+    return latent_attention(q, c, k_rope, weight, context, layer, bias=bias, sinks=s_aux), None
 
 
 def refuse_masks(
@@ -377,7 +408,8 @@ def _model_problems(model: Any) -> Iterator[str]:
 def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Iterator[str]:
     """Why the ranks cannot divide the heads of all layers."""
     shapes = list(dict.fromkeys(heads))
-    if shapes and parallel.heads not in shapes:
+    # Latents may be found only here: they need not be given.
+    if shapes and replace(parallel.heads, latent=None) not in [replace(shape, latent=None) for shape in shapes]:
         yield (
             f"has {' and '.join(map(str, shapes))}, but ContextParallel was made for {parallel.heads}; give it "
             f"the num_heads, num_kv_heads, head_dim and v_dim of {'the model' if len(shapes) == 1 else 'one of these'}"

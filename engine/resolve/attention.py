@@ -164,7 +164,7 @@ def circulate(
     config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine
 ) -> tuple[AttentionMethod, Decision]:
     """`method`, the legal one of `config`, with the fastest choice of what its preset leaves free, and why."""
-    choices = _choices(config.attention, method, topology)
+    choices = moving_choices(config.attention, method, topology)
     if len(choices) == 1:
         return method, Decision(_CIRCULATES, method.backward_circulates, Rule.CONFIGURED)
     # Of what is kept only the border between what is and is not computed again matters to a plan.
@@ -188,6 +188,20 @@ def proxy_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple
     return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
 
 
+def proxy_method(
+    config: RunConfig, method: AttentionMethod, topology: Topology
+) -> tuple[RunConfig, AttentionMethod, Topology]:
+    """Config, method and ranks of a group of at most PROXY_RANKS that stands for this one, or these themselves."""
+    small, group = proxy_group(config, topology, PROXY_RANKS)
+    if group == topology:
+        return config, method, topology
+    try:
+        attention = scaled_attention(config.attention, method, group)
+        return small, legal_attention(replace(small, attention=attention), group), group
+    except ConfigError:  # what only the whole group can be
+        return config, method, topology
+
+
 def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small: Topology) -> AttentionConfig:
     """The method's settings for the smaller group that stands for the whole one."""
     heads = math.gcd(method.head_parallel_size, small.local_ranks)
@@ -197,15 +211,15 @@ def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small:
 
 
 _CIRCULATES = "attention.backward_circulates"
-_Choice = tuple[Circulated, int]  # what circulates in backward, local tiles that are deferred
+MovingChoice = tuple[Circulated, int]  # what circulates in backward, local tiles that are deferred
 
 
-def _choice_name(choice: _Choice) -> str:
+def _choice_name(choice: MovingChoice) -> str:
     circulates, deferred = choice
     return f"{circulates}, {deferred} deferred" if deferred else circulates
 
 
-def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[_Choice]:
+def moving_choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[MovingChoice]:
     """What the preset leaves free, the plainest first. Inside one node the last hop is too short to hide it."""
     free = leaves_direction_free(attention) and method.chunk_tokens is None
     ring_size = method.ring_inner_size * method.ring_outer_size
@@ -220,27 +234,20 @@ def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topo
 
 @functools.lru_cache(maxsize=64)
 def _fastest(
-    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]
-) -> tuple[_Choice, tuple[float, ...]]:
+    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[MovingChoice, ...]
+) -> tuple[MovingChoice, tuple[float, ...]]:
     """The first choice that no other one beats by more than the tolerance in the backward passes of all layers, and the
     seconds of all.
 
     Documents, which only the data know, are one sequence.
     """
-    small, group = proxy_group(config, topology, PROXY_RANKS)
-    proxy = method
-    if group != topology:
-        try:
-            attention = scaled_attention(config.attention, method, group)
-            proxy = legal_attention(replace(small, attention=attention), group)
-        except ConfigError:  # what only the whole group can be
-            small, group = config, topology
+    small, proxy, group = proxy_method(config, method, topology)
     layers = attention_layers(small, proxy)
     blocks, token_bytes = divide_run(small, proxy, layers), token_bytes_of(small, proxy)
     counts = Counter(layers[index % len(layers)].mask for index in range(small.model.num_layers))
     seen = [(count, Visibility(mask, blocks.ring)) for mask, count in counts.items()]
 
-    def backward_s(choice: _Choice) -> float:
+    def backward_s(choice: MovingChoice) -> float:
         circulates, deferred = choice
         chosen, seconds = replace(proxy, backward_circulates=circulates, deferred_local_tiles=deferred), 0.0
         for count, visibility in seen:
