@@ -46,11 +46,16 @@ class LatentHeads(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Heads of one sequence: `heads` of its own, number `into` of those that are asked for."""
+    """Heads of one sequence: `channels` of the weight's rows make them, number `into` of those that are asked for."""
 
     sequence: int
-    heads: slice
+    channels: slice
     into: slice
+
+    @property
+    def num_heads(self) -> int:
+        """How many."""
+        return int(self.into.stop - self.into.start)
 
 
 class LatentExpansion:
@@ -77,12 +82,11 @@ class LatentExpansion:
             trains: Whether gradients of weight and bias are wanted.
         """
         self.heads, self.sequences = heads, sequences
-        self._weight_dtype = weight.dtype
-        self._weights = self._by_operand(weight.to(dtype))  # [K, nope_dim, rank], [K, v_dim, rank]
-        self._biases = None if bias is None else self._by_operand(bias.to(dtype))
+        self._weight, self._bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self._dtypes = weight.dtype, None if bias is None else bias.dtype
         total = accumulate_dtype(dtype)
-        self._sums = [torch.zeros_like(x, dtype=total) for x in self._weights] if trains else None
-        self._bias_sums = [torch.zeros_like(x, dtype=total) for x in self._biases or ()] if trains else None
+        self._sum = torch.zeros_like(weight, dtype=total) if trains else None
+        self._bias_sum = torch.zeros_like(bias, dtype=total) if trains and bias is not None else None
 
     @property
     def num_heads(self) -> int:
@@ -91,17 +95,14 @@ class LatentExpansion:
 
     def expand(self, latents: Tensor, heads: slice | None = None) -> dict[str, Tensor]:
         """k [n, h, qk_dim] and v [n, h, v_dim] of latents [n, sequences, rank + rope_dim]; `heads`: None: all."""
-        heads = heads or slice(0, self.num_heads)
-        rows, count, nope = latents.shape[0], heads.stop - heads.start, self.heads.nope_dim
-        k = latents.new_empty(rows, count, self.heads.qk_dim)
-        v = latents.new_empty(rows, count, self.heads.v_dim)
+        nope, keys, values = self.heads.nope_dim, [], []
         for part in self._parts(heads):
             c, rope = self._split(latents, part)
-            for number, target in enumerate((k[:, part.into, :nope], v[:, part.into])):
-                bias = None if self._biases is None else self._biases[number][part.heads].flatten()
-                target.copy_(linear(c, self._weights[number][part.heads].flatten(0, 1), bias).view(target.shape))
-            k[:, part.into, nope:] = rope[:, None]
-        return {"k": k, "v": v}
+            bias = None if self._bias is None else self._bias[part.channels]
+            both = linear(c, self._weight[part.channels], bias).view(len(c), part.num_heads, -1)
+            keys.append(torch.cat([both[..., :nope], rope[:, None].expand(-1, part.num_heads, -1)], -1))
+            values.append(both[..., nope:])
+        return {"k": _joined(keys), "v": _joined(values)}
 
     def add_gradients(self, sums: Tensor, latents: Tensor, dk: Tensor, dv: Tensor, heads: slice | None = None) -> None:
         """Add the latents' gradient to `sums`, and to those of weight and bias if they train.
@@ -114,48 +115,49 @@ class LatentExpansion:
             heads: None: all.
         """
         nope = self.heads.nope_dim
-        for part in self._parts(heads or slice(0, self.num_heads)):
+        for part in self._parts(heads):
             c, _ = self._split(latents, part)
             total, rope_total = self._split(sums, part)
-            for number, gradient in enumerate((dk[:, part.into, :nope], dv[:, part.into])):
-                rows = gradient.to(latents.dtype).flatten(1)
-                _add_product(total, rows, self._weights[number][part.heads].flatten(0, 1))
-                if self._sums is not None:
-                    _add_product(self._sums[number][part.heads].flatten(0, 1), rows.T, c)
-                if self._bias_sums:
-                    of_heads = self._bias_sums[number][part.heads]
-                    of_heads += gradient.sum(0, dtype=of_heads.dtype)
+            gradients = torch.cat([dk[:, part.into, :nope], dv[:, part.into]], -1).flatten(1)
+            rows = gradients.to(latents.dtype)
+            _add_product(total, rows, self._weight[part.channels])
             rope_total += dk[:, part.into, nope:].sum(1, dtype=sums.dtype)
+            if self._sum is not None:
+                _add_product(self._sum[part.channels], rows.T, c)
+            if self._bias_sum is not None:
+                self._bias_sum[part.channels] += gradients.sum(0, dtype=self._bias_sum.dtype)
 
     @property
     def weight_gradient(self) -> Tensor:
         """This rank's share, in the shape and dtype of the weight."""
-        assert self._sums is not None
-        return torch.cat(self._sums, 1).flatten(0, 1).to(self._weight_dtype)
+        assert self._sum is not None
+        return self._sum.to(self._dtypes[0])
 
     @property
     def bias_gradient(self) -> Tensor:
-        """This rank's share, in the shape of the bias and the dtype of the weight."""
-        assert self._bias_sums
-        return torch.cat(self._bias_sums, 1).flatten().to(self._weight_dtype)
-
-    def _by_operand(self, x: Tensor) -> list[Tensor]:
-        """[K * (nope_dim + v_dim), ...] -> what makes k, [K, nope_dim, ...], and v, [K, v_dim, ...]; contiguous."""
-        per_head = x.view(self.heads.num_kv_heads, -1, *x.shape[1:])
-        return [part.contiguous() for part in (per_head[:, : self.heads.nope_dim], per_head[:, self.heads.nope_dim :])]
+        """This rank's share, in the shape and dtype of the bias."""
+        assert self._bias_sum is not None
+        return self._bias_sum.to(self._dtypes[1])
 
     def _split(self, x: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
         """Views of what belongs to c and to k_rope, of the part's sequence."""
         rank = self.heads.latent.rank
         return x[:, part.sequence, :rank], x[:, part.sequence, rank:]
 
-    def _parts(self, heads: slice) -> Iterator[_Part]:
-        """Some heads of all sequences, sequence by sequence."""
-        count = self.heads.num_kv_heads
-        for sequence in range(heads.start // count, -(-heads.stop // count)):
-            first, last = max(heads.start, sequence * count), min(heads.stop, (sequence + 1) * count)
+    def _parts(self, heads: slice | None) -> Iterator[_Part]:
+        """Some heads of all sequences, or (None) all, sequence by sequence."""
+        count, (channels, _) = self.heads.num_kv_heads, self.heads.weight_shape
+        first_head, end = (heads.start, heads.stop) if heads else (0, self.num_heads)
+        for sequence in range(first_head // count, -(-end // count)):
             start = sequence * count
-            yield _Part(sequence, slice(first - start, last - start), slice(first - heads.start, last - heads.start))
+            first, last = max(first_head, start), min(end, start + count)
+            of_weight = slice(*((head - start) * (channels // count) for head in (first, last)))
+            yield _Part(sequence, of_weight, slice(first - first_head, last - first_head))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Heads of one or more sequences."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

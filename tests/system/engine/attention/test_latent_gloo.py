@@ -9,11 +9,16 @@ import pytest
 import torch
 from testkit.tiny_models import DOCUMENTS, Trained, build, differences, make_batch, train_alone, train_divided
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from engine.attention import ContextParallel, LatentShape, latent_attention
 from engine.attention.hugging_face import enable_context_parallel, model_heads
 from engine.config.errors import ConfigError
+from engine.config.settings import KvForm
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
 PLAIN, PACKED = (0,), DOCUMENTS
@@ -50,7 +55,81 @@ def test_whole_models_whose_latents_travel_equal_one_process(
     assert differences(got, *alone(family, documents)) == []
 
 
-def attend(kv_form: str, axes: dict[str, Any]) -> dict[str, Any]:
+def wrapped(wrapper: str) -> Trained:
+    """deepseek_v3 under what reduces gradients itself, or computes layers again; loss and gradients of this rank."""
+    model, (tokens, labels) = build("deepseek_v3"), make_batch()
+    parallel = ContextParallel(**vars(model_heads(model)[0]), kv_form="latent", dtype=torch.float32)
+    inputs = enable_context_parallel(model, parallel).shard_inputs(tokens, labels)
+    if wrapper == "checkpointing":
+        model.activation_checkpointing_enable()
+        loss = model(**inputs).loss
+        loss.backward()
+        parallel.sum_gradients(model.parameters())
+    else:
+        called = DistributedDataParallel(model) if wrapper == "ddp" else sharded(model)
+        loss = called(**inputs).loss
+        (loss * parallel.size).backward()  # it takes the mean over ranks, where the sum is wanted
+    named = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
+    return Trained(loss.item(), {name: x for name, x in whole.items() if x.norm() > 1e-7})
+
+
+def sharded(model: Any) -> Any:
+    """By FSDP2, layer by layer."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["fsdp", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "checkpointing"))]
+)
+def test_wrapped_models_whose_latents_travel_equal_one_process(ranks: Any, wrapper: str) -> None:
+    assert differences(ranks(2).run(wrapped, wrapper), *alone("deepseek_v3", PLAIN)) == []
+
+
+def run_autocast(kv_form: KvForm) -> float:
+    """The share of the loss; all parameters have gradients."""
+    model, batch = build("deepseek_v3"), make_batch()
+    parallel = ContextParallel(**vars(model_heads(model)[0]), kv_form=kv_form, dtype=torch.bfloat16)
+    inputs = enable_context_parallel(model, parallel).shard_inputs(*batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs).loss
+    loss.backward()
+    gradient = model.model.layers[0].self_attn.kv_b_proj.weight.grad
+    assert gradient.dtype == torch.float32
+    assert gradient.abs().sum() > 0
+    return float(loss)
+
+
+def test_autocast_gives_the_loss_of_one_process_to_its_precision() -> None:
+    assert run_autocast("latent") == pytest.approx(alone("deepseek_v3", PLAIN)[0].loss, rel=0.02)
+
+
+def saved_bytes(kv_form: KvForm) -> int:
+    """Of tensors that attention alone saves for backward."""
+    parallel = ContextParallel(
+        num_heads=HEADS, head_dim=12, v_dim=8, latent=LATENT, kv_form=kv_form, dtype=torch.float32, preset="single"
+    )
+    q, c, rope = (torch.randn(1, SEQ_LEN, *shape, requires_grad=True) for shape in ((HEADS, 12), (12,), (4,)))
+    sizes: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        sizes.append(x.nbytes)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        latent_attention(q, c, rope, torch.randn(HEADS * 16, 12, requires_grad=True), parallel.context(SEQ_LEN))
+    return sum(sizes)
+
+
+def test_backward_keeps_latents_in_place_of_keys_and_values() -> None:
+    fewer = SEQ_LEN * 4 * (HEADS * (12 + 8) - LATENT.dim)  # bytes of fp32
+    assert saved_bytes("expanded") - saved_bytes("latent") >= fewer
+
+
+def attend(kv_form: KvForm, axes: dict[str, Any]) -> dict[str, Any]:
     """Bytes of both passes, and out and all gradients over the whole sequence, of two sequences in float64."""
     parallel = ContextParallel(
         num_heads=HEADS, head_dim=12, v_dim=8, latent=LATENT, kv_form=kv_form, dtype=torch.float64, **axes
@@ -62,12 +141,12 @@ def attend(kv_form: str, axes: dict[str, Any]) -> dict[str, Any]:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
     q, c, rope, dout = (draw(BATCH, SEQ_LEN, *s) for s in ((HEADS, 12), (12,), (4,), (HEADS, 8)))
-    leaves = [context.shard(x).requires_grad_() for x in (q, c, rope)]
-    leaves += [draw(HEADS * 16, 12).requires_grad_(), draw(HEADS * 16).requires_grad_()]
+    q, c, rope = (context.shard(x).requires_grad_() for x in (q, c, rope))
+    weight, bias = draw(HEADS * 16, 12).requires_grad_(), draw(HEADS * 16).requires_grad_()
     parallel.reset_traffic()
-    out = latent_attention(*leaves[:4], context, bias=leaves[4])
+    out = latent_attention(q, c, rope, weight, context, bias=bias)
     forward = parallel.traffic().total
-    gradients = torch.autograd.grad(out, leaves, context.shard(dout))
+    gradients = torch.autograd.grad(out, (q, c, rope, weight, bias), context.shard(dout))
     found = dict(zip(("out", "dq", "dc", "drope"), map(context.gather, (out, *gradients[:3])), strict=True))
     for name, share in zip(("dweight", "dbias"), gradients[3:], strict=True):
         if parallel.size > 1:
@@ -97,7 +176,7 @@ def test_latents_send_a_tenth_of_the_bytes_in_both_passes(ranks: Any, preset: st
 
 def test_divided_heads_refuse_latents_by_name() -> None:
     parallel = ContextParallel(num_heads=HEADS, head_dim=12, v_dim=8, latent=LATENT, kv_form="latent", preset="fpdt")
-    with pytest.raises(ConfigError, match="kv_form=latent.*chunk_tokens"):
+    with pytest.raises(ConfigError, match=r"kv_form=latent.*chunk_tokens"):
         parallel.context(SEQ_LEN)
 
 
@@ -132,9 +211,9 @@ class AddsValues(DeepseekV3Attention):
         key, self.value = super().expand_kv(kv_nope, k_rot)
         return key, self.value
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        out, weights = super().forward(*args, **kwargs)
-        return out + self.value.mean(), weights
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, *others = super().forward(*args, **kwargs)
+        return out + self.value.mean(), *others
 
 
 def test_values_that_the_model_uses_beside_attention_keep_a_layer_expanded() -> None:
