@@ -54,7 +54,7 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
     v_dim: int
-    latent: LatentShape | None = None
+    latent: LatentShape | None = field(default=None, repr=False)
 
     @property
     def latent_heads(self) -> LatentHeads:

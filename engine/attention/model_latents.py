@@ -53,14 +53,14 @@ class LatentCapture:
 
     def take(self, module: nn.Module, batch: int) -> Tensor:
         """c [B, T, rank] of the call that runs. ValueError if the model is not as it was when it was enabled."""
-        found, self._input = self._input, None
-        if found is None or getattr(module, self.name, None) is not self.expansion or not _is_plain(self.expansion):
+        latents, self._input = self._input, None
+        if latents is None or getattr(module, self.name, None) is not self.expansion or not _is_plain(self.expansion):
             raise ValueError(
                 f"{type(module).__name__}, layer {self.layer}: {self.name} is not the linear layer that it was when "
                 "the model was enabled (an adapter, a quantised or sharded layer in its place?): call "
                 "enable_context_parallel after such changes, or ContextParallel(kv_form='expanded')"
             )
-        return found.reshape(batch, -1, self.shape.rank)
+        return latents.reshape(batch, -1, self.shape.rank)
 
     def install(self, module: nn.Module) -> None:
         """Add the hooks."""
@@ -126,8 +126,8 @@ def find_latents(
         run: Runs the model on (sequences, tokens) with a probe; returns its output, logits first.
     """
     heads = {call.layer: call.heads for call in calls}
-    candidates = {module: found for module in model.modules() if (found := [*_candidates(module, heads)])}
-    everything = [each for found in candidates.values() for each in found]
+    candidates = {module: several for module in model.modules() if (several := [*_candidates(module, heads)])}
+    everything = [each for several in candidates.values() for each in several]
     if not everything or next(model.parameters()).device.type == "meta":  # nothing to compare without numbers
         return {}
     with contextlib.ExitStack() as hooks, torch.enable_grad():
@@ -142,16 +142,16 @@ def find_latents(
             each.is_refuted |= gradient is not None
     return {
         each.capture.layer: (module, each.capture)
-        for module, found in candidates.items()
-        for each in found
+        for module, several in candidates.items()
+        for each in several
         if each.is_proven and not each.is_refuted
     }
 
 
-def install_captures(found: Mapping[int, tuple[nn.Module, LatentCapture]]) -> dict[int, LatentCapture]:
+def install_captures(layers: Mapping[int, tuple[nn.Module, LatentCapture]]) -> dict[int, LatentCapture]:
     """The captures by layer, hooked; those of a model that was enabled before serve again."""
     captures = {}
-    for layer, (module, capture) in found.items():
+    for layer, (module, capture) in layers.items():
         owners = [getattr(hook, "__self__", None) for hook in capture.expansion._forward_hooks.values()]
         earlier = next((owner for owner in owners if isinstance(owner, LatentCapture)), None)
         if earlier is None:
@@ -161,11 +161,11 @@ def install_captures(found: Mapping[int, tuple[nn.Module, LatentCapture]]) -> di
 
 
 def with_latents(
-    calls: Sequence[AttentionCall], found: Mapping[int, tuple[nn.Module, LatentCapture]]
+    calls: Sequence[AttentionCall], layers: Mapping[int, tuple[nn.Module, LatentCapture]]
 ) -> list[AttentionCall]:
     """The calls, whose heads say what their keys and values are expanded from."""
     return [
-        call._replace(heads=replace(call.heads, latent=found[call.layer][1].shape)) if call.layer in found else call
+        call._replace(heads=replace(call.heads, latent=layers[call.layer][1].shape)) if call.layer in layers else call
         for call in calls
     ]
 

@@ -23,16 +23,12 @@ FREE_LINKS = {"inter_bytes_per_s": 1e15, "intra_bytes_per_s": 1e15}
 
 
 def select(
-    form: KvForm,
-    rates: dict[str, float],
-    preset: PresetName = "burst",
-    topology: Topology = NODES,
-    rank_tokens: int = 4096,
+    form: KvForm, rates: dict[str, float], preset: PresetName = "burst", topology: Topology = NODES
 ) -> tuple[AttentionMethod, Decision]:
     config = RunConfig(
         model=ModelConfig(num_heads=128, num_kv_heads=128, head_dim=192),
         attention=AttentionConfig(preset=preset),
-        train=TrainConfig(seq_len=rank_tokens * topology.size),
+        train=TrainConfig(seq_len=4096 * topology.size),
     )
     machine = find_machine("h100", rates)
     method = resolve_attention(config, topology, machine)
@@ -56,8 +52,8 @@ def test_backward_moves_latents_where_it_would_move_queries_without_them() -> No
 
 
 def test_backward_may_move_queries_though_forward_moves_latents() -> None:
-    """Expanding again and two products more in every tile cost more than what is sent."""
-    method, decision = select("latent", FREE_LINKS, rank_tokens=1024)
+    """Where matrix products are slow, three in every tile cost more than what is sent."""
+    method, decision = select("latent", FREE_LINKS | {"matmul_flops_per_s": 1e14})
     assert (method.backward_circulates, decision.value) == ("q", "latent")
 
 
