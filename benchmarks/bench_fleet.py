@@ -113,9 +113,9 @@ def run_burst(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn
 
 def run_clush(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn:
     """One turn of clush with the same script; who failed is read from its messages."""
-    from cluster.survey.facts import build_script, new_fence
+    from cluster.survey.facts import build_script, new_delimiter
 
-    fence = new_fence()
+    fence = new_delimiter()
     options = f"-F {config_file} -o ConnectTimeout={timeout_s:.0f}"
     command = ["clush", "-f", str(WIDTH), "-S", "-w", ",".join(names), "-o", options, "sh", "-s"]
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
@@ -132,14 +132,14 @@ def probe_fleet(config_file: Path, names: Sequence[str], timeout_s: float) -> di
     """The client: every node's probe, parsed; who answered and why the others did not."""
     from cluster.ssh.hosts import Host, fan_out, resolve_hosts
     from cluster.ssh.session import SshPool
-    from cluster.survey.facts import build_script, new_fence, read_sections
+    from cluster.survey.facts import build_script, new_delimiter, read_sections
     from engine.config.cluster import SshConfig
 
     hosts = resolve_hosts(names, SshConfig(config_file=str(config_file), connect_timeout_s=timeout_s))
     with SshPool() as pool:
 
         def probe(host: Host) -> int:
-            fence = new_fence()
+            fence = new_delimiter()
             with pool.connect(host) as connection:
                 result = connection.run(["sh", "-s"], stdin=build_script(questions(), fence))
             return len(read_sections(result.stdout, fence))

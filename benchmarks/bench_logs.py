@@ -124,7 +124,7 @@ def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
             for run in runs:
                 link = run.link(pool)
                 link.start(run.chatty(case.streams_per_node, case.lines, case.per_second))
-                _until(lambda link=link: link.poll().is_begun, 10.0)
+                _until(lambda link=link: link.poll().has_started, 10.0)
                 link.close()
             return _watch(case, testbed, runs, psutil.Process(launcher.pid), begin)
         finally:

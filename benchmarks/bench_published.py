@@ -41,11 +41,9 @@ MODELS = {
     "attention, 40 heads of 128": ["model=llama14b", "model.num_layers=1"],
     "attention, 32 heads of 128": ["model=llama7b", "model.num_layers=1"],
     "Llama-3-8B": ["model=llama8b"],
-    "Qwen3-8B": [
-        "model=llama8b", "model.ffn_hidden_size=12288", "model.num_layers=36", "model.vocab_size=151936",
-        "model.qk_norm=true",
-    ],
-}  # fmt: skip
+    "Qwen3-8B": ["model=qwen3_8b"],
+    "Qwen3-30B-A3B": ["model=qwen3_30b_a3b"],
+}
 BURST = ["attention=burst", "attention.backward_circulates=q"]
 # The published names in the words of this engine: method, and policy where the name does not say it.
 METHODS = {

@@ -16,7 +16,7 @@ from testkit.process_table import living
 from testkit.supervise_rig import PYTHON_PATH, new_run_id
 
 from cluster.agent.messages import Spec
-from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.control.ssh_link import LinkTiming, NodeTask, SshLink
 from cluster.ssh.hosts import Host
 from cluster.ssh.session import SshPool
 from cluster.testbed.build import open_testbed
@@ -47,7 +47,7 @@ class RemoteRun:
         return self.host.name
 
     def link(self, pool: SshPool) -> SshLink:
-        return SshLink(self.host, pool.connect, NodePlace(self.run, self.node, str(self.there), lead=True), PATIENT)
+        return SshLink(self.host, pool.connect, NodeTask(self.run, self.node, str(self.there), lead=True), PATIENT)
 
     def chatty(self, ranks: int, lines: int, per_second: float) -> Spec:
         """Ranks that only write logs."""

@@ -89,7 +89,7 @@ class _Verbs(_Parts):
             return name, command, rest
         loaded = typer.main.get_command(importlib.import_module(verb.module).app)
         loaded.name, loaded.help = name, loaded.help or verb.help
-        _dress(loaded)
+        _format_help(loaded)
         return name, loaded, rest
 
 
@@ -102,7 +102,7 @@ class _Context(typer.Context):
         return super().__exit__(kind, error, trace)
 
 
-def _dress(command: Any) -> None:
+def _format_help(command: Any) -> None:
     """Lets the terminal, not the source, decide where the lines of a help text end; `\\b` marks what stays as it is.
 
     Flags lose their type, which would read as if `--json true` could be written, and their opposite, --no-json.
@@ -116,7 +116,7 @@ def _dress(command: Any) -> None:
         text if text.startswith("\b") else re.sub(r"\n(?![\s-])", " ", text) for text in paragraphs
     )
     for part in getattr(command, "commands", {}).values():
-        _dress(part)
+        _format_help(part)
 
 
 app = typer.Typer(
@@ -166,13 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from burst_cli import render
 
             if isinstance(error, BrokenPipeError) and reader_left():  # `| head` has read enough
-                render.forget_reader(sys.stdout)
+                render.handle_broken_pipe(sys.stdout)
                 return 0
             code = render.fail(error, as_json=as_json, debug=debug)
             try:
                 sys.stdout.flush()
             except OSError:  # as a full disk; the interpreter would fail at it again, with an exit code of its own
-                render.forget_reader(sys.stdout)
+                render.handle_broken_pipe(sys.stdout)
             return code
 
 
@@ -194,7 +194,7 @@ def _watched_reader() -> Iterator[Callable[[], bool]]:
 def _run(arguments: list[str]) -> int:
     """The exit code of the verb, or of what a shell asks to complete a line; mistakes come out as exceptions."""
     command: Any = typer.main.get_command(app)
-    _dress(command)
+    _format_help(command)
 
     def run() -> int:
         try:
@@ -216,10 +216,10 @@ class _Verb(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[C], C]:
         register = super().command(name, **settings)
-        return lambda function: register(_spread(function))
+        return lambda function: register(_expand_options(function))
 
 
-def _spread(function: C) -> C:
+def _expand_options(function: C) -> C:
     """`function` with arguments of its own for the fields of the dataclasses that it takes."""
     own = inspect.signature(function, eval_str=True).parameters
     groups = {name: own[name].annotation for name in own if dataclasses.is_dataclass(own[name].annotation)}

@@ -33,6 +33,7 @@ from yaml import dump
 
 from burst_cli.config_files import ConfigFiles, shown_path
 from burst_cli.overrides import (
+    JSON_KEYS,
     MOST_CELLS,
     ROOT_CONFIG,
     Axis,
@@ -261,7 +262,7 @@ def _missing_problems(
         values, prefix = files.values(path) or {}, f"{package}." if package else ""
         known = {key: item for key, item in values.items() if key != "defaults"}
         missing = _without(missing, [*_leaf_keys(known, package)])
-        for key in _keys_of_marks(known, package):
+        for key in _keys_of_labels(known, package):
             place = files.written(path).get(key.removeprefix(prefix))
             where = f"{place.file}, line {place.line}" if place else shown_path(path)
             missing[key] = f"{where} says ??? there. Write a value in its place, or add {key}=VALUE"
@@ -269,20 +270,20 @@ def _missing_problems(
         missing = _without(missing, [override.key, *_leaf_keys(override.value, override.key)])
         if not override.is_delete:
             text = f"{override.given} says ???. Write {override.key}=VALUE, or leave it out"
-            missing |= dict.fromkeys(_keys_of_marks(override.value, override.key), text)
+            missing |= dict.fromkeys(_keys_of_labels(override.value, override.key), text)
     return [Problem((key,), f"{key}: must be given, {why}") for key, why in missing.items()]
 
 
-def _keys_of_marks(value: Any, prefix: str) -> Iterator[str]:
+def _keys_of_labels(value: Any, prefix: str) -> Iterator[str]:
     """The dotted keys of all ??? in nested tables and lists."""
     if value == "???":
         yield prefix
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _keys_of_marks(item, f"{prefix}.{name}" if prefix else str(name))
+            yield from _keys_of_labels(item, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _keys_of_marks(item, f"{prefix}[{index}]")
+            yield from _keys_of_labels(item, f"{prefix}[{index}]")
 
 
 def _without(places: dict[str, T], keys: Sequence[str]) -> dict[str, T]:
@@ -292,7 +293,10 @@ def _without(places: dict[str, T], keys: Sequence[str]) -> dict[str, T]:
 
 
 def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
-    """The dotted keys of all values in nested tables; the prefix itself for a value that is no table."""
+    """The dotted keys of all settings in nested tables; the prefix itself for a value that is no table."""
+    if (table := next((key for key in JSON_KEYS if f"{prefix}.".startswith(f"{key}.")), None)) is not None:
+        yield table
+        return
     if not isinstance(value, Mapping):
         yield prefix
         return
@@ -458,7 +462,7 @@ def _hydra_text(error: BaseException, files: ConfigFiles) -> str:
         chained = chained.__cause__ or chained.__context__
     text = files.with_paths("; ".join(messages))
     if key:
-        place = files.place_of(key)
+        place = files.location_of(key)
         return f"{key}: {text}{f' (in {place})' if place else ''}"
     place = files.read_last()
     return f"{place}: {text.removeprefix(f'In {place}: ')}"

@@ -90,7 +90,7 @@ class ConfigFiles:
         own = [path for path in self._values if not path.is_relative_to(builtin_conf_dir())]
         return shown_path((own or [*self._values] or [self.folders[0]])[-1])
 
-    def place_of(self, key: str) -> str | None:
+    def location_of(self, key: str) -> str | None:
         """`mine.yaml, line 3` of the last file that sets a dotted key; None where none of those that were read does."""
         tails = {key, key.partition(".")[2]}
         ordered = sorted(self._written.items(), key=lambda item: not item[0].is_relative_to(builtin_conf_dir()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -41,6 +42,16 @@ ConfigDirOption = Annotated[
     typer.Option(
         metavar="FOLDER",
         help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated.",
+    ),
+]
+
+FromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FOLDER",
+        file_okay=False,
+        help="A folder of Hugging Face: its model, weights, windows and tokenizer; overrides change them.",
     ),
 ]
 
@@ -114,6 +125,19 @@ class NodeOptions:
         return Targets(config, resolve_hosts(nodes.names, config.cluster, overrides), nodes.source)
 
 
+def from_folder(
+    folder: Path | None, words: Sequence[str], folders: Sequence[Path]
+) -> tuple[tuple[str, ...], tuple[Path, ...]]:
+    """Return (words, folders of files) with all that --from FOLDER means; they themselves without one."""
+    if folder is None:
+        return tuple(words), tuple(folders)
+    from burst_cli.model_source import words_from  # reads models and tokenizers, which other launches need not
+
+    found = words_from(folder, words, folders)
+    render.say(render.stderr(), *(render.told("note", note) for note in found.notes))
+    return found.overrides, found.config_dirs
+
+
 def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None) -> NodeList:
     """The names alone."""
     from cluster.errors import HostsError
@@ -160,7 +184,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True)
-class LaunchManner:
+class OutputOptions:
     """How a launch talks.
 
     detach: leave the run to a process in the background once the nodes run, or be that process. form: of a rehearsal:

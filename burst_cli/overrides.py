@@ -24,6 +24,7 @@ from engine.config.schema import FieldSpec, Problem, known_keys, nearest, unknow
 from engine.config.settings import RunConfig
 
 KNOWN_KEYS = known_keys(RunConfig)
+JSON_KEYS = tuple(spec.key for spec in walk_fields(RunConfig) if spec.is_json)  # settings with any keys in them
 ROOT_CONFIG = "config"
 MOST_CELLS = 2_000
 
@@ -146,6 +147,8 @@ def override_problem(override: Override, groups: Groups) -> Problem | None:
         return Problem((key,), f"{given}: settings of Hydra itself have no effect here; leave it out")
     if override.is_choice(groups):
         return _choice_problem(override, groups)
+    if key.startswith(tuple(f"{name}." for name in JSON_KEYS)):
+        return None
     if key not in KNOWN_KEYS:
         return unknown_key(key, (*KNOWN_KEYS, *(group for group in groups if group not in KNOWN_KEYS)))
     if override.is_delete and "=" in given:

@@ -81,11 +81,11 @@ def fold_names(names: Sequence[str]) -> str:
 PIPE_WIDTH = 320
 # Below this rich prints nothing at all; COLUMNS=0 means that somebody did not know.
 LEAST_WIDTH = 20
-_GAP = 1
+_PADDING = 1
 _PIPED_READING_WIDTH = 160
 _LEAST_WITH_NOTES = 60  # columns of a terminal; on narrower ones notes get what is left
 # What could once be typed, and what to do in its place.
-GONE = {
+REMOVED = {
     "burst config --search-path": "--config-dir comes first, then ~/.config/burst/conf, then the files of burst",
     "burst plan --all": "attention=auto --details puts all methods side by side, and says why one is not legal",
     "burst plan --compare": "attention=auto --details puts all methods side by side; attention=NAME plans one",
@@ -138,10 +138,10 @@ class _PipeConsole(Console):
         self.quiet = True
         if not self.stderr:
             raise BrokenPipeError
-        forget_reader(self.file)
+        handle_broken_pipe(self.file)
 
 
-def forget_reader(stream: IO[str]) -> None:
+def handle_broken_pipe(stream: IO[str]) -> None:
     """Let what is still written to `stream` go nowhere, so that the interpreter does not complain when it ends."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -156,7 +156,7 @@ def reader_may_leave() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        forget_reader(sys.stdout)
+        handle_broken_pipe(sys.stdout)
 
 
 def stdout() -> Console:
@@ -269,7 +269,7 @@ def _usage_text(error: Any) -> str:
     text, verb = str(error.format_message()).rstrip().rstrip("."), context.command_path if context else "burst"
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", text)
     gone = f"{verb} {unknown[1]}" if unknown else ""
-    return f"{gone} is gone: {GONE[gone]}" if gone in GONE else f"{text}. See `{verb} --help`."
+    return f"{gone} is gone: {REMOVED[gone]}" if gone in REMOVED else f"{text}. See `{verb} --help`."
 
 
 @dataclass(frozen=True)
@@ -342,11 +342,11 @@ def fitted_table(
         room = width - notes_room
     widths = [min(wide, width // 2) for wide in _widths(columns, rows)]  # names may be as long as one likes
     kept = fitting([column.rank for column in columns], widths, room)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _PADDING, 0, 0))
     if has_notes:  # in a pipe, whose width is not known, lines are no longer than people read
         longest = max(note.cell_len for note in notes)
         longest = min(longest, _PIPED_READING_WIDTH) if width >= PIPE_WIDTH else longest
-        table.width = min(width, sum(widths[place] for place in kept) + longest + _GAP)
+        table.width = min(width, sum(widths[place] for place in kept) + longest + _PADDING)
     for place in kept:
         justify = "right" if columns[place].is_number else "left"
         table.add_column(columns[place].title, no_wrap=True, justify=justify, max_width=width // 2)  # type: ignore[arg-type]
@@ -358,6 +358,6 @@ def fitted_table(
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]]) -> list[int]:
     return [
-        _GAP + max([*map(len, column.title.split("\n")), *(row[place].cell_len for row in rows)])
+        _PADDING + max([*map(len, column.title.split("\n")), *(row[place].cell_len for row in rows)])
         for place, column in enumerate(columns)
     ]

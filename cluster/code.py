@@ -174,14 +174,14 @@ def build_archive(root: Path = _ROOT) -> CodeArchive:
     return CodeArchive(code_id_of(stream.getvalue()), stream.getvalue())
 
 
-KEEP = 5
+MAX_SAVED = 5
 _DAY_S = 86400.0
 _SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class CodePlace:
+class CodeFolder:
     """Where the code of a run lies. root: the folder of all code on a node, which may begin with ~/. is_shared: all
     nodes see one folder there."""
 
@@ -189,14 +189,14 @@ class CodePlace:
     is_shared: bool
 
 
-def code_place(cluster: ClusterConfig, user: str) -> CodePlace:
+def code_folder(cluster: ClusterConfig, user: str) -> CodeFolder:
     """The place that the configuration means. user: tells users of a shared folder apart."""
     if cluster.shared_folder is not None:
-        return CodePlace(shared_place(cluster.shared_folder, user, "code"), True)
-    return CodePlace(f"{node_root(cluster)}/code", False)
+        return CodeFolder(shared_subfolder(cluster.shared_folder, user, "code"), True)
+    return CodeFolder(f"{node_root(cluster)}/code", False)
 
 
-def shared_place(shared_folder: str, user: str, what: str) -> str:
+def shared_subfolder(shared_folder: str, user: str, what: str) -> str:
     """The folder of a user's `what` in the folder that all nodes share."""
     return f"{shared_folder.rstrip('/')}/.burst-{user}/{what}"
 
@@ -204,7 +204,7 @@ def shared_place(shared_folder: str, user: str, what: str) -> str:
 def upload_code(
     hosts: Sequence[Host],
     archive: CodeArchive,
-    place: CodePlace,
+    place: CodeFolder,
     connect: Connect,
     folders: Mapping[str, Sequence[str]] = {},
     private: Sequence[str] = (),
@@ -217,7 +217,7 @@ def upload_code(
         "root": place.root,
         "code_id": archive.code_id,
         "nonce": secrets.token_hex(8),
-        "keep": KEEP,
+        "keep": MAX_SAVED,
         "age_s": _SHARED_AGE_S if place.is_shared else _DAY_S,
         "private": list(private),
     }

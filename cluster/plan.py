@@ -134,7 +134,7 @@ class LaunchPlan:
         return Path(self.run_path).name
 
     @property
-    def has_own_folders(self) -> bool:
+    def has_separate_folders(self) -> bool:
         """Whether the nodes keep the run in folders that this machine does not see."""
         return any(node.folder != self.run_path for node in self.nodes)
 

@@ -98,7 +98,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Site:
+class NodeTarget:
     """A node as the plan of its ranks needs it. address: for the other nodes. folder: the run folder there.
 
     python, python_path, cwd: of the ranks. facts: None where nothing is known of its network. more: variables.
@@ -130,7 +130,7 @@ class NodesBuilder:
     count: int
     module: str
 
-    def node(self, rank: int, site: Site, meeting: Rendezvous | None) -> NodePlan:
+    def node(self, rank: int, site: NodeTarget, meeting: Rendezvous | None) -> NodePlan:
         """The plan of the node with this rank. meeting: None: the node is told its place by variables of its own."""
         local_ranks, log_dir = self.backend.local_ranks, str(RunFolder(Path(site.folder)).log_dir(site.name))
         is_bare = self.config.cluster.container.runtime == "bare"
@@ -154,7 +154,7 @@ class NodesBuilder:
         form = Format.sh if node.container is None else Format.dotenv
         return render_environment(NodeEnvironment(node.name, node.environment), form)
 
-    def _place(self, rank: int, site: Site, meeting: Rendezvous, log_dir: str) -> tuple[str, ...]:
+    def _place(self, rank: int, site: NodeTarget, meeting: Rendezvous, log_dir: str) -> tuple[str, ...]:
         """Which ranks these are and where they meet the others; all of them start once every node is there."""
         if meeting.port is None:
             meet: tuple[str, ...] = ("--rdzv-backend=c10d", f"--rdzv-endpoint={meeting.address}:0")
@@ -164,7 +164,7 @@ class NodesBuilder:
         ranks = (f"--nnodes={self.count}", f"--nproc-per-node={self.backend.local_ranks}")
         return (*ranks, *meet, f"--local-addr={site.address}", f"--log-dir={log_dir}/torchrun")
 
-    def _environment(self, site: Site, log_dir: str) -> tuple[EnvironmentVariable, ...]:
+    def _environment(self, site: NodeTarget, log_dir: str) -> tuple[EnvironmentVariable, ...]:
         """The variables of the node's ranks; of those with one name the last counts."""
         cluster = self.config.cluster
         variables = [*self._of_the_run(site, log_dir), *self._of_the_backend(), *site.more]
@@ -181,7 +181,7 @@ class NodesBuilder:
             variables.append(EnvironmentVariable(name, value, "cluster.environment"))
         return tuple({variable.name: variable for variable in variables}.values())
 
-    def _of_the_run(self, site: Site, log_dir: str) -> Iterator[EnvironmentVariable]:
+    def _of_the_run(self, site: NodeTarget, log_dir: str) -> Iterator[EnvironmentVariable]:
         """What marks the processes of a run on a node and tells them where to write."""
         marks = "marks every process of this run, so that all can be found"
         yield EnvironmentVariable(RUN_ID_VARIABLE, self.run_id, marks)
@@ -202,7 +202,7 @@ class NodesBuilder:
         elif not self.config.cluster.ranks_share_device:
             yield EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "the ranks of this run compute on the CPU")
 
-    def _contained(self, bare: NodePlan, site: Site) -> NodePlan:
+    def _contained(self, bare: NodePlan, site: NodeTarget) -> NodePlan:
         """`bare` in a container of a name that no other one of the node has."""
         config, has_gpus = self.config.cluster.container, self.backend.name == "nccl"
         name = f"burst-{self.run_id}-{_UNFIT.sub('_', site.name)}"
@@ -219,7 +219,7 @@ class NodesBuilder:
         command = (*shlex.split(config.command), *options, "--entrypoint", program, config.image or "", *arguments)
         return replace(bare, argv=command, container=name)
 
-    def _mounts(self, site: Site) -> list[tuple[str, bool]]:
+    def _mounts(self, site: NodeTarget) -> list[tuple[str, bool]]:
         """(path, is writable), every path once, writable if one asks for that; what lies below others after them."""
         config, source = self.config, self.config.train.checkpoint.resume_from
         given = [*(site.python_path or "").split(os.pathsep), *config.data.paths, *text_files(config.data)]

@@ -23,6 +23,7 @@ from engine.bench.measure import environment, run_rank, slowest_rank, summarise,
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.device.live_tensors import LiveTensorTracker
 from engine.distributed.mesh import Mesh, build_mesh
+from engine.model.llama import LlamaModel
 from engine.parallel.fsdp import release_gathered_weights
 from engine.parallel.parallelize import build_model
 from engine.training.rank.process import leave
@@ -60,6 +61,7 @@ class PolicyRun:
         of the communication and the last layer's output are the same in both.
         """
         model = self.train_step.model
+        assert isinstance(model, LlamaModel)
         samples: list[int] = []
         with LiveTensorTracker() as tracker:
             # Not after the last layer: its caller still holds its input there.

@@ -5,8 +5,9 @@
     python -m benchmarks.rig bench attention --seq-lens 4096,8192 --json > FILE.json
     python -m benchmarks.rig down                      also after a crash; removes namespaces by their prefix
 
-`bench` takes the options of `burst bench`, sets --ranks, --nodes and --rank-command, builds the rig when there is none
-and leaves it up. Exit code 2: this machine cannot carry the rig (the reason is printed).
+`bench` takes the options of `burst bench` (`bench linear`: of benchmarks.bench_linear), sets --ranks, --nodes and
+--rank-command, builds the rig when there is none and leaves it up. Exit code 2: this machine cannot carry the rig (the
+reason is printed).
 """
 
 from __future__ import annotations
@@ -182,11 +183,12 @@ def _probe(rank: int, *words: str) -> subprocess.Popen[str]:
 
 def bench(rig: Rig, words: Sequence[str]) -> int:
     """The exit code of `burst bench WORDS` with every rank in its namespace."""
-    if words[:1] != ["attention"]:
-        raise RigError(f"bench: got {' '.join(words) or 'nothing'!r}; expected attention and its options")
+    programs = {"attention": ("burst_cli", "bench", "attention"), "linear": ("benchmarks.bench_linear",)}
+    if not words or words[0] not in programs:
+        raise RigError(f"bench: got {' '.join(words) or 'nothing'!r}; expected attention or linear, and its options")
     settings = ("--ranks", str(rig.ranks), "--nodes", str(rig.nodes))
     prefix = f"ip netns exec {namespace('{rank}')}"
-    command = (sys.executable, "-m", "burst_cli", "bench", *words, *settings, "--rank-command", prefix)
+    command = (sys.executable, "-m", *programs[words[0]], *words[1:], *settings, "--rank-command", prefix)
     print(f"{rig.nodes} nodes x {rig.local_ranks} ranks, {rig.rate_mbit} Mbit/s per rail", file=sys.stderr)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": NODE_INTERFACE}
     process = subprocess.Popen(command, env=environment)

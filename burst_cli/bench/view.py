@@ -29,7 +29,7 @@ def bench_view(document: Mapping[str, Any]) -> RenderableType:
     return Group(*tables, *skipped, _environment_line(document["environment"]))
 
 
-def _spread(name: str) -> Callable[[Row], str]:
+def _range_column(name: str) -> Callable[[Row], str]:
     """Median and, in parentheses, fastest to slowest."""
     return lambda row: seconds_between(*(row[name][figure] for figure in ("median_s", "min_s", "max_s")))
 
@@ -40,10 +40,10 @@ def _sent(link: str) -> Callable[[Row], str]:
 
 _ATTENTION_COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "variant": lambda row: str(row["variant"]),
-    "total": _spread("total"),
+    "total": _range_column("total"),
     "time": lambda row: f"{plain(row['time_over_first'], 2)}x",
-    "forward": _spread("forward"),
-    "backward": _spread("backward"),
+    "forward": _range_column("forward"),
+    "backward": _range_column("backward"),
     # No communication takes less than no time: then the calls differ by more than it took.
     "exposed": lambda row: seconds(row["exposed_s"]) if row["exposed_s"] > 0 else "not seen",
     "sent inside nodes": _sent("intra"),

@@ -66,8 +66,8 @@ class HereCheckpoint:
             raise CheckpointError(f"{self.path} cannot be deleted: {error.strerror}") from error
 
 
-Held = HereCheckpoint | NodeCheckpoint
-One = TypeVar("One", HereCheckpoint, NodeCheckpoint)
+AnyCheckpoint = HereCheckpoint | NodeCheckpoint
+CheckpointT = TypeVar("CheckpointT", HereCheckpoint, NodeCheckpoint)
 
 
 def checkpoints_here(run: RunFolder) -> list[HereCheckpoint]:
@@ -91,13 +91,13 @@ def checkpoint_of_step(run: RunFolder, step: int | None) -> HereCheckpoint:
     raise CheckpointError(f"run {run.run_id} has no checkpoint" + (f" of step {step}; it has {steps}" if steps else ""))
 
 
-def compared(one: Held, console: Console) -> str | None:
+def compared(one: AnyCheckpoint, console: Console) -> str | None:
     """What is wrong with it, every file read where it lies, which a bar on `console` shows; None: nothing is."""
     with progress_bar(console, f"step {one.step}", one.manifest.bytes if one.manifest else 0) as advance:
         return one.verify(advance)
 
 
-def newest_undamaged(found: Iterable[One], console: Console) -> One | None:
+def newest_undamaged(found: Iterable[CheckpointT], console: Console) -> CheckpointT | None:
     """The first of `found` that is as it was written; damaged ones are named on `console`."""
     for one in found:
         problem = compared(one, console)
@@ -185,11 +185,11 @@ def examine(run: RunFolder, *, verify: bool, console: Console) -> list[dict[str,
     path: of its folder on this machine, or in that of the run on `nodes`; nodes: who holds its parts, None: here.
     """
     with on_nodes(run, console) as answer:
-        found: list[Held] = [*checkpoints_here(run), *answer.found]
+        found: list[AnyCheckpoint] = [*checkpoints_here(run), *answer.found]
         return [_entry(one, verify, console) for one in sorted(found, key=lambda one: -one.step)]
 
 
-def _entry(one: Held, verify: bool, console: Console) -> dict[str, Any]:
+def _entry(one: AnyCheckpoint, verify: bool, console: Console) -> dict[str, Any]:
     is_here, known = isinstance(one, HereCheckpoint), one.manifest
     problem = compared(one, console) if verify else one.problem
     tokens = known.state.get("tokens") if known else None
@@ -250,7 +250,7 @@ def prune_run(
             "not known; try again when all nodes of the run answer"
         )
     here = checkpoints_here(run)
-    found: list[Held] = [*here, *away.found]
+    found: list[AnyCheckpoint] = [*here, *away.found]
     kept = [one.step for one in (newest_undamaged(here, console), newest_undamaged(away.found, console)) if one]
     steps = sorted({one.step for one in found}, reverse=True)
     gone = superfluous(steps, keep_last=keep_last, keep_every=keep_every, protected=kept)

@@ -34,7 +34,7 @@ def _folder_on_nodes(run: RunFolder) -> str | None:
         plan = read_run_plan(run.path)
     except PlanFileError:
         return None
-    if not plan.has_own_folders:
+    if not plan.has_separate_folders:
         return None
     if plan.config.train.checkpoint.folder is not None or not runner_of(plan).takes_nodes:  # all of them the same
         return roots_of(plan)[plan.nodes[0].name]

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.overrides import Option, builtin_conf_dir, list_options, search_path
+from burst_cli.options import ConfigDirOption, FromOption, JsonOption, OverridesArgument, from_folder
+from burst_cli.overrides import JSON_KEYS, Option, builtin_conf_dir, list_options, search_path
 from burst_cli.render import listing
 from burst_cli.terminal import can_write
 from engine.config.errors import ConfigError
@@ -35,6 +35,7 @@ Shown = tuple[dict[str, Any], Iterable[RenderableType]]  # the document, and wha
 @app.command()
 def config(
     overrides: OverridesArgument = None,
+    folder: FromOption = None,
     config_dir: ConfigDirOption = None,
     groups: Annotated[bool, typer.Option(help="List the options of every group.")] = False,
     fields: Annotated[
@@ -53,7 +54,7 @@ def config(
         raise ConfigError(f"{asked} lists what there is, whatever the overrides; leave out {' '.join(given)}")
     shown: list[Shown] = [_all_groups(list_options(search_path(config_dir or [])))] if groups else []
     shown += [_fields(words)] if fields else []
-    shown = shown or [_composed(overrides or [], config_dir or [])]
+    shown = shown or [_composed(*from_folder(folder, overrides or [], config_dir or []))]
     document = {name: value for found, _ in shown for name, value in found.items()}
     render.show(document, *(view for _, views in shown for view in views), as_json=as_json)
 
@@ -78,20 +79,25 @@ def _config_lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iter
     rows = list(_yaml_rows(values, "", 0))
     width = min(MAX_VALUE_WIDTH, max(len(line) for line, _ in rows))
     for line, key in rows:
-        source = "" if key is None else sources.get(key, "default")
+        source = sources.get(key, "default") if key else ""
         style = "dim" if source == "default" else "green" if source.endswith(".yaml") else "yellow"
-        yield Text.assemble(line.ljust(width), (f"  # {source}", style)) if source else Text(line, style="bold")
+        yield (
+            Text.assemble(line.ljust(width), (f"  # {source}", style))
+            if source
+            else Text(line, style="bold" if key is None else "")
+        )
 
 
 def _yaml_rows(values: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, str | None]]:
-    """(line of YAML, dotted key) per value; the key is None for the heading of a section."""
+    """(line of YAML, dotted key) per value; the key is None for the heading of a section, "" inside a JSON table."""
+    is_inside = prefix.startswith(tuple(f"{key}." for key in JSON_KEYS))
     for name, value in values.items():
         indent = "  " * depth
         if isinstance(value, Mapping):
-            yield f"{indent}{name}:", None
+            yield f"{indent}{name}:", f"{prefix}{name}" if f"{prefix}{name}" in JSON_KEYS else None
             yield from _yaml_rows(value, f"{prefix}{name}.", depth + 1)
         else:
-            yield f"{indent}{name}: {_yaml_value(value)}", f"{prefix}{name}"
+            yield f"{indent}{name}: {_yaml_value(value)}", "" if is_inside else f"{prefix}{name}"
 
 
 def _yaml_value(value: Any) -> str:

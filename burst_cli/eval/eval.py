@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.eval.request import evaluation_request
+from burst_cli.eval.request import evaluation_request, names_run
 from burst_cli.launch.launch import launch_request
-from burst_cli.options import ConfigDirOption, DryRunOption, LaunchManner, LaunchRequest
+from burst_cli.options import ConfigDirOption, DryRunOption, FromOption, LaunchRequest, OutputOptions, from_folder
 from burst_cli.overrides import complete_run_or_override
+from engine.config.errors import ConfigError
 
 app = new_verb()
 
@@ -30,10 +31,11 @@ def evaluate(
     step: Annotated[
         int | None, typer.Option(min=1, help="The checkpoint of this step; else the newest undamaged one.")
     ] = None,
+    folder: FromOption = None,
     request: LaunchRequest,
     config_dir: ConfigDirOption = None,
     dry_run: DryRunOption = False,
-    manner: LaunchManner,
+    manner: OutputOptions,
 ) -> int:
     """Evaluate weights: validation loss, loss by position, needles by depth. Trains and saves nothing.
 
@@ -46,7 +48,7 @@ def evaluate(
         hides a sentence at eight depths, and asks for it
     burst eval tiny --step 80 train.seq_len=8192 attention=ring
         an earlier checkpoint, on longer sequences, by another method
-    burst eval exp=toy_8k model.init_from=$HOME/models/base
+    burst eval exp=toy_8k --from ~/models/base
         a Hugging Face folder as it is
 
     The depths of needles count from the start of the text. `right` is the share of answers that greedy decoding
@@ -56,5 +58,8 @@ def evaluate(
     Exit codes as of `burst launch`: 0 completed, 1 failed, or nodes are not fit, 2 usage or configuration, 130
     interrupted.
     """
-    options = replace(request, config_dirs=tuple(config_dir or ()), dry_run=dry_run)
-    return launch_request(evaluation_request(tuple(words or ()), step, options), manner)
+    if folder is not None and names_run(words or ()):
+        raise ConfigError(f"--from {folder} and {(words or [''])[0]} both say what is evaluated; leave one of them out")
+    overrides, folders = from_folder(folder, words or (), config_dir or ())
+    options = replace(request, config_dirs=folders, dry_run=dry_run)
+    return launch_request(evaluation_request(overrides, step, options), manner)

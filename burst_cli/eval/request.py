@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from burst_cli import render
@@ -53,8 +54,12 @@ def _evaluates_here(options: LaunchRequest, words: tuple[str, ...], base: RunCon
 
 def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """(the name of a run, the overrides): a run comes first and is the only word that sets nothing."""
-    is_name = bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))
-    return (words[0], words[1:]) if is_name else (None, words)
+    return (words[0], words[1:]) if names_run(words) else (None, words)
+
+
+def names_run(words: Sequence[str]) -> bool:
+    """Return whether the first of these words is a run, not an override."""
+    return bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))
 
 
 def evaluation_base(run: RunFolder, weights: str) -> RunConfig:

@@ -37,7 +37,7 @@ def launch_detached(run: RunFolder, stop: StopRequests, console: Console, *, as_
     attempt = run.read_state()["attempt"]
     process = _spawn(run, START if start else TAKE_OVER)
     passed_on = 0
-    while not (begun := _has_begun(run, process, attempt, start=start)) and process.poll() is None:
+    while not (begun := _has_started(run, process, attempt, start=start)) and process.poll() is None:
         if stop.count > passed_on:
             passed_on = stop.count
             process.send_signal(signal.SIGTERM)
@@ -80,12 +80,12 @@ def _spawn(run: RunFolder, way: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _has_begun(run: RunFolder, process: subprocess.Popen[bytes], attempt: int, *, start: bool) -> bool:
+def _has_started(run: RunFolder, process: subprocess.Popen[bytes], attempt: int, *, start: bool) -> bool:
     """Whether the process leads the run, and all nodes have begun, or a scheduler has a job that may wait for hours."""
     controller = find_controller(run)
     if controller is None or controller.pid != process.pid:
         return False
     state = run.read_state()
     is_this_attempt = not start or state["state"] in ("starting", "running")
-    has_begun = state.get("nodes_started_at") is not None or state.get("job") is not None
-    return is_this_attempt and state["attempt"] >= attempt and (not start or has_begun)
+    has_started = state.get("nodes_started_at") is not None or state.get("job") is not None
+    return is_this_attempt and state["attempt"] >= attempt and (not start or has_started)

@@ -16,9 +16,11 @@ from burst_cli.options import (
     AsOption,
     ConfigDirOption,
     DryRunOption,
-    LaunchManner,
+    FromOption,
     LaunchRequest,
+    OutputOptions,
     OverridesArgument,
+    from_folder,
 )
 from burst_cli.overrides import ROOT_CONFIG, builtin_conf_dir, find_file, search_path
 from engine.config.errors import ConfigError
@@ -36,13 +38,14 @@ YesOption = Annotated[
 def launch(
     *,
     overrides: OverridesArgument = None,
+    folder: FromOption = None,
     request: LaunchRequest,
     config_dir: ConfigDirOption = None,
     run_path: Annotated[Path | None, typer.Option(hidden=True)] = None,
     dry_run: DryRunOption = False,
     form: AsOption = None,
     yes: YesOption = False,
-    manner: LaunchManner,
+    manner: OutputOptions,
 ) -> int:
     """Train: write the run folder, start the ranks, show progress.
 
@@ -54,6 +57,8 @@ def launch(
     \b
     burst launch exp=tiny train.steps=20
         on this machine
+    burst launch exp=small --from ~/models/Qwen3-8B data=text 'data.paths=[books]'
+        a model of Hugging Face: shape, weights, windows and tokenizer
     burst launch exp=small cluster=lab --detach
         on the nodes of conf/cluster/lab.yaml; `burst status` shows it
     burst launch exp=tiny cluster=testbed --dry-run
@@ -68,7 +73,7 @@ def launch(
     Exit codes: 0 completed, 1 failed, or nodes are not fit; 2 usage or
     configuration; 130 interrupted.
     """
-    words, folders = tuple(overrides or ()), tuple(config_dir or ())
+    words, folders = from_folder(folder, overrides or (), config_dir or ())
     is_cell = run_path is not None  # of a sweep, which said before what it runs
     if not (yes or dry_run or is_cell or names_experiment(words, folders) or confirm_demo(words, folders)):
         return EXIT_DECLINED
@@ -102,16 +107,18 @@ def confirm_demo(words: Sequence[str], folders: Sequence[Path]) -> bool:
     return typer.confirm("Start it?", err=True)
 
 
-def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
+def launch_request(request: LaunchRequest, manner: OutputOptions) -> int:
     """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
-    from burst_cli.launch.prepare import launch_notes, prepare_launch, show_job, show_plan
+    from burst_cli.launch.prepare import prepare_launch
 
     if manner.form is not None and not request.dry_run:
         raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
     prepared = prepare_launch(request)
+    from burst_cli.launch.show import launch_notes, show_job, show_plan  # loads the planner, as resolving did
+
     if manner.form is not None:
         show_job(prepared.plan, manner.form)
         return 0

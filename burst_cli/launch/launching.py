@@ -17,7 +17,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.launch.prepare import PreparedLaunch, prepare_launch
-from burst_cli.options import LaunchManner, LaunchRequest
+from burst_cli.options import LaunchRequest, OutputOptions
 from burst_cli.render import clean
 from burst_cli.runs.nccl_network import fallback_text, socket_fallbacks
 from burst_cli.runs.read import RunProgress, is_evaluation, run_record
@@ -25,7 +25,7 @@ from burst_cli.runs.view import open_view
 from burst_cli.terminal import use_any_encoding
 from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
-from cluster.control.controller import Manner, control
+from cluster.control.controller import ControlOptions, control
 from cluster.control.judge import last_checkpoint
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming
 from cluster.control.runner import open_links, read_run_plan, runner_of
@@ -38,11 +38,11 @@ from engine.runs.files import json_text
 from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run, open_run
 from engine.runs.record import collect_provenance
 
-_FUTILE = ("config", "user", "start")  # what another attempt would end of as well
+_NON_RETRYABLE = ("config", "user", "start")  # what another attempt would end of as well
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _TIMING = LaunchTiming()
 
-Lead = Callable[[LaunchPlan, Manner], LaunchOutcome]
+Lead = Callable[[LaunchPlan, ControlOptions], LaunchOutcome]
 Renew = Callable[[LaunchPlan, RunFolder], LaunchPlan]
 
 
@@ -97,7 +97,7 @@ def lead_attempts(
     run: RunFolder,
     watchers: tuple[LaunchObserver, StopRequests],
     lead: Lead,
-    manner: Manner,
+    manner: ControlOptions,
     renew: Renew = renewed_plan,
 ) -> LaunchOutcome:
     """The outcome of the last attempt: `lead` leads one, and while it fails the next begins from the last checkpoint.
@@ -109,7 +109,7 @@ def lead_attempts(
     while True:
         outcome = lead(plan, manner)
         kind = outcome.failure.kind if outcome.failure is not None else None
-        if outcome.status != "failed" or kind in _FUTILE or stop.count or not allowed:
+        if outcome.status != "failed" or kind in _NON_RETRYABLE or stop.count or not allowed:
             return outcome
         restarts = restarts.after(run)
         while (count := restarts.in_a_row) <= allowed:
@@ -134,7 +134,7 @@ def _restart_text(restarts: Restarts, allowed: int) -> str:
     return f"restart {restarts.in_a_row} of {allowed} without progress, {where}"
 
 
-def _is_stopped(seconds: float, stop: StopRequests, manner: Manner) -> bool:
+def _is_stopped(seconds: float, stop: StopRequests, manner: ControlOptions) -> bool:
     """Whether somebody asks for the end in the next so many seconds."""
     end = manner.clock.monotonic() + seconds
     while manner.clock.monotonic() < end and not stop.count:
@@ -161,7 +161,7 @@ def prepare_data(config: RunConfig, console: Console) -> None:
     needle_tasks(config, prepared)
 
 
-def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner, timing: LaunchTiming = _TIMING) -> int:
+def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: OutputOptions, timing: LaunchTiming = _TIMING) -> int:
     """The exit code of the launch that `plan` describes; progress on stderr, the result on stdout.
 
     Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
@@ -189,7 +189,7 @@ def lead_run(
     plan: LaunchPlan,
     run: RunFolder,
     stop: StopRequests,
-    manner: LaunchManner,
+    manner: OutputOptions,
     *,
     start: bool = True,
     timing: LaunchTiming = _TIMING,
@@ -202,7 +202,7 @@ def lead_run(
             run,
             (view, stop),
             lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
-            Manner(start=start, timing=timing, detached=manner.detach),
+            ControlOptions(start=start, timing=timing, detached=manner.detach),
         )
     conclude(run, outcome, progress.elapsed_s(), last_checkpoint(run, plan), as_json=manner.as_json)
     return outcome.exit_code
@@ -264,7 +264,7 @@ def main(run_path: str, way: str) -> int:
     stop = StopRequests()
     with stop.listening():
         try:
-            run, manner = open_run(Path(run_path)), LaunchManner(detach=True)
+            run, manner = open_run(Path(run_path)), OutputOptions(detach=True)
             return lead_run(read_run_plan(run.path), run, stop, manner, start=way == START)
         except BurstError as error:
             return render.fail(error)

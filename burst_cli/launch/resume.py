@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.options import LaunchManner, LaunchRequest, LivingRunArgument
+from burst_cli.options import LaunchRequest, LivingRunArgument, OutputOptions
 from engine.config.errors import ConfigError
 
 app = new_verb()
@@ -16,7 +16,7 @@ app = new_verb()
 @app.command()
 def resume(
     request: LaunchRequest,
-    manner: LaunchManner,
+    manner: OutputOptions,
     run: LivingRunArgument = None,
     settings: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> int:

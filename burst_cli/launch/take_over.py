@@ -12,7 +12,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.launch.detach import launch_detached
 from burst_cli.launch.launching import lead_run, renewed_plan
-from burst_cli.options import LaunchManner, LaunchRequest
+from burst_cli.options import LaunchRequest, OutputOptions
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import ControllerBusyError, RunState, StopRequests, find_controller
@@ -23,7 +23,7 @@ from cluster.plan import launch_folder
 from engine.config.errors import ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder
 
-Way = Literal["done", "take over", "start"]
+ResumeAction = Literal["done", "take over", "start"]
 
 
 class UnknownRunError(ClusterError):
@@ -32,7 +32,7 @@ class UnknownRunError(ClusterError):
     exit_code = 3
 
 
-def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> int:
+def resume_run(run: RunFolder, request: LaunchRequest, manner: OutputOptions) -> int:
     """The exit code of the run, after it was led to its end or left to the background.
 
     request: other nodes for the next attempt, and whether they are checked. Raises ControllerBusyError when a process
@@ -41,7 +41,7 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
     plan = read_run_plan(run.path)
     _check_folder(run, launch_folder(run.path))
     console = manner.console()
-    way = find_way(run, console)
+    way = resume_action(run, console)
     if way == "done":
         text = f"{run.exp}/{run.run_id} is completed, there is nothing to resume; more: burst report {run.run_id}"
         render.show({**run_record(run), "exit_code": 0}, text, as_json=manner.as_json)
@@ -67,7 +67,7 @@ def _check_folder(run: RunFolder, launched: Path) -> None:
         )
 
 
-def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunState] = settle) -> Way:
+def resume_action(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunState] = settle) -> ResumeAction:
     """What to do with the run, said on `console`; `ask` has the nodes of a run that nobody controls asked."""
     controller = find_controller(run)
     if controller is not None:

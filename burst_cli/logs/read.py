@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-KEEP_BYTES = 16 * 1024
+TAIL_BYTES = 16 * 1024
 BLOCK_BYTES = 64 * 1024
 
 
@@ -100,7 +100,7 @@ class LogReader:
             return b""
 
     def _extend(self, more: bytes) -> None:
-        room = KEEP_BYTES - len(self._rest)
+        room = TAIL_BYTES - len(self._rest)
         self._rest += more[:room]
         self._cut_bytes += max(0, len(more) - room)
 

@@ -12,14 +12,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.launch.prepare import show_plan
+from burst_cli.launch.show import show_plan
 from burst_cli.options import Targets
 from burst_cli.render import listing
 from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import control
 from cluster.control.link import LaunchObserver
-from cluster.control.runner import Asked, open_links, runner_for
+from cluster.control.runner import SurveyOptions, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.hosts import fold_nodes
 from engine.config.settings import RunConfig
@@ -37,7 +37,7 @@ def check_collectives(targets: Targets, overrides: Sequence[str], *, dry_run: bo
     """
     nodes = tuple(host.name for host in targets.hosts)
     cluster = replace(targets.config.cluster, launcher="auto", nodes=fold_nodes(nodes) if nodes else None)
-    asked = Asked(nodes or None, tuple(overrides), dry_run=dry_run, busy=render.stderr().status, module=MODULE)
+    asked = SurveyOptions(nodes or None, tuple(overrides), dry_run=dry_run, busy=render.stderr().status, module=MODULE)
     survey = runner_for(cluster).survey(RunConfig(exp=EXP, cluster=cluster), asked)
     plan = survey.plan(survey.config, new_run_path(default_runs_dir(), EXP))
     if dry_run:

@@ -110,7 +110,7 @@ def show(
         raise ConfigError(f"--format {form}: the environment of one node, but {count}; name one with --node")
     else:
         sys.stdout.write("".join(render_environment(environment, form) for environment in found.values()))
-    _tell_errors(fleet)
+    _report_errors(fleet)
     return 1 if fleet.errors else 0
 
 
@@ -138,7 +138,7 @@ def check(
     report = check_report(fleet, log)
     render.show(report.to_dict() | {"source": source}, report_view(report), as_json=as_json)
     if not as_json:
-        _tell_errors(fleet)
+        _report_errors(fleet)
     return report.exit_code
 
 
@@ -159,7 +159,7 @@ def _read_log(path: Path) -> str:
         return file.read(LOG_BYTES).decode("utf-8", errors="replace")
 
 
-def _tell_errors(fleet: FleetEnvironment) -> None:
+def _report_errors(fleet: FleetEnvironment) -> None:
     """Which nodes have no plan, and why."""
     render.say(render.stderr(), *(render.told("error", error) for error in fleet.errors.values()))
 

@@ -17,7 +17,7 @@ from burst_cli.render import listing
 from cluster.errors import HostsError
 from cluster.ssh.hosts import Host, Outcome, fan_out, trust_file
 from cluster.ssh.session import SshPool
-from cluster.ssh.transport import HostKeys, ShownKey, add_keys, forget_names
+from cluster.ssh.transport import HostKeys, ShownKey, add_keys, clear_names
 from engine.runs.figures import DASH, count_of
 
 _STYLES = {"known": "green", "new": "yellow"}
@@ -76,27 +76,27 @@ def trust_hosts(
         raise HostsError(f"--fingerprint {odd[0]}: expected SHA256:..., as ssh-keygen -lf FILE prints it")
     if yes and wanted:
         raise HostsError("--yes trusts every key and --fingerprint only some; give one of them")
-    is_asked = not yes and not wanted
-    if is_asked and (as_json or not sys.stdin.isatty()):
+    is_requested = not yes and not wanted
+    if is_requested and (as_json or not sys.stdin.isatty()):
         raise HostsError("nobody can be asked here; give --yes, or better --fingerprint SHA256:... for each key")
     targets = nodes.select()
     rows: list[dict[str, Any]] = []
     for level in _by_depth(targets.hosts):  # keys of jump hosts decide who is asked next
-        rows += _trust(level, wanted, is_asked=is_asked, quiet=as_json)
+        rows += _trust(level, wanted, is_requested=is_requested, quiet=as_json)
     if as_json:
         render.emit_json({"source": targets.source, "file": str(trust_file()), "hosts": rows})
     return 0 if all(row["trusted"] for row in rows) else 1
 
 
 @app.command("forget")
-def forget_hosts(nodes: NodeOptions, as_json: JsonOption = False) -> None:
+def remove_hosts(nodes: NodeOptions, as_json: JsonOption = False) -> None:
     """Take the host keys of nodes out of what `burst hosts trust` remembers; other files are not touched.
 
     burst hosts forget --hosts node3
     """
     hosts = nodes.select().hosts
     own = HostKeys.load([str(trust_file())])
-    forget_names([host.key_name for host in hosts])
+    clear_names([host.key_name for host in hosts])
     after = _known_keys(hosts)
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -110,7 +110,7 @@ def forget_hosts(nodes: NodeOptions, as_json: JsonOption = False) -> None:
     render.show({"file": str(trust_file()), "hosts": rows}, *lines, as_json=as_json)
 
 
-def _trust(hosts: Sequence[Host], wanted: frozenset[str], *, is_asked: bool, quiet: bool) -> list[dict[str, Any]]:
+def _trust(hosts: Sequence[Host], wanted: frozenset[str], *, is_requested: bool, quiet: bool) -> list[dict[str, Any]]:
     """What came of each of `hosts`, after new keys were shown and remembered: those `wanted`, or all if so accepted.
 
     quiet: nothing goes to stdout.
@@ -123,7 +123,7 @@ def _trust(hosts: Sequence[Host], wanted: frozenset[str], *, is_asked: bool, qui
         render.stdout().print(listing(("node", "type", "fingerprint", "state"), cells))
     render.say(render.stderr(), *filter(None, (_problem(answer, wanted) for answer in answers)))
     accepted = [key for key in shown if key.state == "new" and (not wanted or key.key.fingerprint in wanted)]
-    if accepted and is_asked:
+    if accepted and is_requested:
         whom = "this host" if len(accepted) == 1 else f"these {len(accepted)} hosts"
         accepted = accepted if typer.confirm(f"Trust {whom} from now on?", err=True) else []
     add_keys(accepted)

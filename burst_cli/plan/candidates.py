@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from burst_cli import render
 from burst_cli.plan.decisions import moving_operand_words
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, without_search
 from engine.config.errors import ConfigError
@@ -17,7 +18,7 @@ from engine.planning.topology import Topology
 from engine.predict.attention import AttentionPreview, preview_attention
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine, device_bytes, find_machine, machine_of, split_device
-from engine.predict.memory import capacity_of, configured_device, find_hardware, shared_predictor
+from engine.predict.memory import capacity_of, configured_device, find_hardware, missing_library, shared_predictor
 from engine.predict.step_time import predict_step
 from engine.resolve.attention import MethodCandidate, resolve_attention
 from engine.resolve.degrees import world_topology
@@ -180,6 +181,9 @@ def plan_one(
     on_cpu = asked.cluster.backend == "gloo" and not asked.cluster.ranks_share_device
     if on_cpu != capacity.host_is_device:  # the backend is that of the ranks of such a device
         asked = replace(asked, cluster=replace(asked.cluster, backend="gloo" if capacity.host_is_device else "auto"))
+    if has_memory and (problem := missing_library(asked)) is not None:
+        render.say(render.stderr(), render.told("warning", problem))
+        has_memory = False
     if not has_memory:
         asked = without_search(asked)
     machine = (named or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)

@@ -9,7 +9,7 @@ import typer
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.options import ConfigDirOption, FromOption, JsonOption, OverridesArgument, from_folder
 from burst_cli.outputs import PICTURES, check_output, write_figure
 from burst_cli.plan import candidates as planning
 from burst_cli.plan.table import answer_view, details_view
@@ -64,6 +64,7 @@ DetailsOption = Annotated[
 @app.command()
 def plan(
     overrides: OverridesArgument = None,
+    folder: FromOption = None,
     config_dir: ConfigDirOption = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Number of ranks, where the configuration does not say it.")
@@ -109,7 +110,7 @@ def plan(
     if picture is not None:
         check_output("--picture", picture, *PICTURES)
     device, placed = planning.placement(device, ranks, nodes)
-    settings, dirs = [*(overrides or []), *placed], config_dir or []
+    settings, dirs = from_folder(folder, [*(overrides or []), *placed], config_dir or [])
     console = render.stdout()
     has_memory = memory_by == "exact" and trace is None
     found = planning.plan_one(

@@ -19,7 +19,7 @@ from engine.planning.topology import Topology
 from engine.predict.replay import COMPUTE_LANE, Interval, Timeline
 from engine.runs.figures import seconds
 
-Places = Mapping[tuple[int, str], tuple[float, float]]  # (rank, lane): (top, height)
+Positions = Mapping[tuple[int, str], tuple[float, float]]  # (rank, lane): (top, height)
 MAX_RANKS = 32
 
 # Okabe and Ito's palette, which also people who confuse red and green can tell apart. Channels of one traffic class
@@ -53,7 +53,7 @@ def schedule_figure(candidate: Plan) -> Figure:
     ranks = shown_ranks(topology, candidate.preview.planned_ranks)
     intervals = [[i for i in one.timeline.intervals if i.rank in ranks] for one in passes]
     used = {i.lane for group in intervals for i in group if i.kind in _ARRIVALS}
-    places, height = _places(ranks, [lane for lane in _CHANNELS if lane in used])
+    places, height = _positions(ranks, [lane for lane in _CHANNELS if lane in used])
     figure = Figure(figsize=(_WIDTH_INCHES, height * _INCHES_PER_UNIT + 2.25), layout="constrained")
     longest = max(one.timeline.total_s for one in passes)
     widths = [max(one.timeline.total_s, 0.2 * longest) for one in passes]
@@ -79,7 +79,7 @@ def shown_ranks(topology: Topology, planned: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for rank in planned if few or rank < topology.local_ranks)[:MAX_RANKS]
 
 
-def _places(ranks: Sequence[int], lanes: Sequence[str]) -> tuple[Places, float]:
+def _positions(ranks: Sequence[int], lanes: Sequence[str]) -> tuple[Positions, float]:
     """(where every lane of every rank is drawn, the height of all); y grows downwards, in tile heights."""
     places: dict[tuple[int, str], tuple[float, float]] = {}
     top = 0.0
@@ -93,7 +93,7 @@ def _places(ranks: Sequence[int], lanes: Sequence[str]) -> tuple[Places, float]:
     return places, top - _ROW_GAP
 
 
-def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], places: Places) -> None:
+def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], places: Positions) -> None:
     units = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6}
     unit = next((name for name, scale in units.items() if timeline.total_s * scale >= 1), "microseconds")
     scale = units[unit]

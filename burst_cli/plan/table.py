@@ -279,7 +279,7 @@ def _candidate_cells(one: MemoryCandidate) -> tuple[str, ...]:
         fits,
         binary_bytes(found.needed_bytes) if found else "",
         binary_bytes(found.host_peak_bytes) if found and found.host_peak_bytes else "",
-        binary_bytes(cost.kept_bytes),
+        binary_bytes(cost.saved_bytes),
         binary_bytes(cost.moved_bytes) if cost.moved_bytes else "",
         count(again) if (again := cost.linear_flops + cost.attention_flops) else "",
         seconds(one.step_s) if one.step_s else "",

@@ -61,7 +61,7 @@ def failure_line(failure: Any) -> str:
 def memory_line(memory: Mapping[str, Any]) -> str:
     """Peak, capacity, prediction and the allocation that failed; `memory` is `Failure.memory`."""
     peak, capacity, predicted, asked = (
-        memory.get(name) for name in ("peak_bytes", "capacity_bytes", "predicted_peak_bytes", "asked_bytes")
+        memory.get(name) for name in ("peak_bytes", "capacity_bytes", "predicted_peak_bytes", "requested_bytes")
     )
     of = f" of {binary_bytes(capacity)}" if capacity is not None else ""
     line = f"{memory.get('device', memory.get('where'))}: peak {binary_bytes(peak)}{of} ({memory.get('peak_source')})"
@@ -86,7 +86,7 @@ def _attempt_start(run: RunFolder, log: str) -> int:
 def _where(failure: Failure) -> str:
     parts = []
     if failure.rank is not None:
-        parts.append(f"rank {failure.rank} on {failure.host}")
+        parts.append(f"rank {failure.rank}" if failure.host is None else f"rank {failure.rank} on {failure.host}")
     elif failure.host is not None:
         parts.append(f"on {failure.host}")
     if failure.step is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from cluster.agent.folder import read_status
-from cluster.control.attempt import RunState, find_controller, glance
+from cluster.control.attempt import RunState, find_controller, read_run_state
 from cluster.control.judge import StepWatch
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
 from cluster.remote_text import number, rows, seconds_between, table, whole, word
@@ -28,7 +28,7 @@ from engine.config.errors import BurstError, ConfigError
 from engine.config.yaml_text import load_yaml
 from engine.runs.figures import count_of
 from engine.runs.files import read_json_object
-from engine.runs.folder import RunFolder, RunFolderError
+from engine.runs.folder import RESOLVED_FILE, RunFolder, RunFolderError
 from engine.runs.record import FINALS, MAXIMA, MEDIANS, facts_of_run, final_title, summarise
 
 ASK_AGAIN_S = 10.0
@@ -86,12 +86,21 @@ def read_facts(run: RunFolder) -> RunFacts:
     return RunFacts(
         steps=whole(train, "steps"),
         seq_len=whole(train, "seq_len"),
-        preset=word(table(config, "attention"), "preset", 40),
+        preset=_preset(run, config),
         world_size=whole(plan, "world_size") or whole(cluster, "ranks_per_node"),
         hang_timeout_s=number(cluster, "hang_timeout_s"),
         launcher=word(plan, "launcher"),
         nodes=tuple(map(_planned, rows(plan, "nodes"))),
     )
+
+
+def _preset(run: RunFolder, config: Mapping[str, Any]) -> str | None:
+    """Return the preset that runs: of attention=auto the one that the launch resolved, once it has."""
+    preset = word(table(config, "attention"), "preset", 40)
+    if preset != "auto":
+        return preset
+    resolved = table(read_table(run.path / RESOLVED_FILE), "run")
+    return word(table(resolved, "method"), "preset", 40) or preset
 
 
 def _planned(entry: Mapping[str, Any]) -> PlannedNode:
@@ -159,7 +168,7 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     written = _written_summary(run, problems)
     facts = {} if written is not None else _config_facts(run, problems)
     summary = {**facts, **(_summary_of_metrics(run, problems) if written is None else written)}
-    seen = glance_at(run)
+    seen = try_read_run_state(run)
     if seen.problem is not None:
         problems.insert(0, seen.problem)
     else:
@@ -207,7 +216,7 @@ def _config_facts(run: RunFolder, problems: list[str]) -> dict[str, Any]:
 
 def look_at(run: RunFolder) -> RunState:
     """The state of `run`; the nodes of one that nobody controls are asked, and it is judged if it has ended."""
-    seen = glance(run)
+    seen = read_run_state(run)
     if not seen.is_lost:
         return seen
     if not (run.path / "launch.json").is_file():
@@ -221,10 +230,10 @@ def look_at(run: RunFolder) -> RunState:
         return RunState(run.read_state(), find_controller(run), is_lost=True, problem=str(error))
 
 
-def glance_at(run: RunFolder) -> RunState:
+def try_read_run_state(run: RunFolder) -> RunState:
     """The state by the run folder alone; of a run whose run.json cannot be read, that and why."""
     try:
-        return glance(run)
+        return read_run_state(run)
     except RunFolderError as error:
         return RunState({"state": "unreadable"}, problem=str(error))
 
@@ -238,7 +247,7 @@ class RunWatch:
 
     def look(self) -> RunState:
         """The present state."""
-        seen = glance(self._run)
+        seen = read_run_state(self._run)
         if not seen.is_lost:
             return seen
         if self._asked is None or time.monotonic() >= self._next_ask:

@@ -16,7 +16,7 @@ from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.render import Column, fitted_table
 from burst_cli.runs.choose import elsewhere_text, select_runs
 from burst_cli.runs.failure import failure_line
-from burst_cli.runs.read import STATE_STYLES, glance_at, read_progress, run_record
+from burst_cli.runs.read import STATE_STYLES, read_progress, run_record, try_read_run_state
 from cluster.control.attempt import RunState
 from cluster.remote_text import seconds_between
 from engine.runs.figures import DASH, count, duration, percent, plain
@@ -65,7 +65,7 @@ def runs(
     gone: `burst status RUN` finds out what became of it, `burst resume RUN` takes it over.
     """
     runs = [run for run in reversed(select_runs(runs_dir, ())) if not exp or run.exp in exp]
-    glances = ((run, glance_at(run)) for run in runs)
+    glances = ((run, try_read_run_state(run)) for run in runs)
     found = [(run, seen) for run, seen in glances if not state or {seen.shown, seen.state} & set(state)]
     shown = found[: limit or (None if as_json else TABLE_RUNS)]
     if as_json:

@@ -121,8 +121,8 @@ def merge_statuses(read: Sequence[NodeStatus], told: Sequence[NodeStatus]) -> li
 
     def merged(old: NodeStatus) -> NodeStatus:
         new = by_name.get(old.node, old)
-        is_mute = new.problem is not None and new.phase in ("none", "lost")
-        return replace(old, problem=new.problem) if is_mute else new
+        is_unreachable = new.problem is not None and new.phase in ("none", "lost")
+        return replace(old, problem=new.problem) if is_unreachable else new
 
     return [merged(status) for status in read]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from burst_cli.options import RUNS_DIR, ConfigDirOption, OverridesArgument, RunsDirOption
+from burst_cli.options import RUNS_DIR, ConfigDirOption, FromOption, OverridesArgument, RunsDirOption
 
 Retry = enum.StrEnum("Retry", "failed oom")
 
@@ -18,6 +18,7 @@ class SweepRequest:
     """What was typed."""
 
     overrides: OverridesArgument = None
+    folder: FromOption = None
     config_dir: ConfigDirOption = None
     runs_dir: RunsDirOption = RUNS_DIR
     parallel: Annotated[int, typer.Option(min=1, help="Cells at the same time, on disjoint sets of nodes.")] = 1

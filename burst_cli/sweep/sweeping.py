@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
@@ -11,6 +12,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.compose import compose, sweep_axes
+from burst_cli.options import from_folder
 from burst_cli.overrides import Axis
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.runs.sweeps import FORMAT, SweepError, SweepFolder, sweeps_dir
@@ -29,6 +31,8 @@ from engine.config.settings import RunConfig
 def sweep_request(request: SweepRequest, *, dry_run: bool, as_json: bool) -> int:
     """The exit code of the sweep that `request` means, or 0 once a rehearsal has shown it."""
     console = render.stderr()
+    overrides, folders = from_folder(request.folder, request.overrides or (), request.config_dir or ())
+    request = replace(request, folder=None, overrides=list(overrides), config_dir=list(folders))
     with console.status("composing and checking the cells"):
         plan, lanes = plan_sweep(request)
     if dry_run:

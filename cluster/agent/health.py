@@ -167,7 +167,7 @@ class Stacks:
     def __init__(self, files: NodeFiles) -> None:
         self._files = files
         self._stamp: Any = None
-        self._nonce, self._asked_at = "", 0.0
+        self._nonce, self._requested_at = "", 0.0
         self._is_signalled = False
         self._asked: dict[Rank, int | None] = {}  # the length of its .stacks file then; None: it does not listen
 
@@ -179,14 +179,14 @@ class Stacks:
             if nonce and nonce != self._nonce:
                 self._ask(nonce, ranks)
         elif self._asked:
-            waited_s = time.monotonic() - self._asked_at
+            waited_s = time.monotonic() - self._requested_at
             if waited_s > SIGNAL_S and not self._is_signalled:
                 self._signal()
             if waited_s > ANSWER_S or self._is_answered():
                 self._answer()
 
     def _ask(self, nonce: str, ranks: list[Rank]) -> None:
-        self._nonce, self._asked_at, self._is_signalled = nonce, time.monotonic(), False
+        self._nonce, self._requested_at, self._is_signalled = nonce, time.monotonic(), False
         # Measured before the request is there: ranks may answer immediately.
         lengths = {rank: self._length(rank) if self._listens(rank) else None for rank in ranks}
         with contextlib.suppress(OSError):

@@ -109,7 +109,7 @@ class MemoryWatch:
             "device": "cpu",
             "peak_bytes": self._peaks.get(pid) if pid is not None else None,
             "peak_source": "resident set of the process, looked at every second",
-            "asked_bytes": None,
+            "requested_bytes": None,
             "capacity_bytes": self._limit,
         }
         return {"evidence": self.oom_evidence(pid), "hint": hint, "memory": memory}

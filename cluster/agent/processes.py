@@ -114,7 +114,7 @@ class Helpers:
         return subprocess.CompletedProcess(words, child.returncode, out, err)
 
 
-class Marks(NamedTuple):
+class ProcessLabels(NamedTuple):
     """What every process of a run on a node carries in its environment."""
 
     run_id: str
@@ -172,7 +172,7 @@ class Family:
 
     def __init__(
         self,
-        marks: Marks,
+        marks: ProcessLabels,
         ranks: range = range(0),
         helpers: Callable[[], set[int]] = set,
         any_owner: bool = True,
@@ -206,7 +206,7 @@ class Family:
         self.child, self._adopts = pid, True
         self._ends.watch(pid, process_start(pid) or "")
 
-    def forget_child(self) -> None:
+    def remove_child(self) -> None:
         """The command has been waited for: its number may soon be another's."""
         self._ends.forget(self.child)
         self.child = 0
@@ -226,7 +226,7 @@ class Family:
             if pid not in spare:
                 send_signal(pid, self._seen[pid].start, number)
 
-    def kill_until_gone(self, number: int, wait_s: float) -> list[int]:
+    def kill_all(self, number: int, wait_s: float) -> list[int]:
         """Kill every member until none is found; the numbers of those that would not die in `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:

@@ -107,7 +107,7 @@ class Agent:
 
     def _follow(self, folder: str, node: str, wish: Message) -> None:
         self._tail = NodeTail(folder, node, wish["lead"], wish["offsets"])
-        self._status, self._has_told_all = None, False
+        self._status, self._has_sent_all = None, False
 
     def _sweep(self, folder: str, node: str, nonce: str) -> None:
         started = read_json(NodeFiles(folder, node).spec) or {}
@@ -145,9 +145,9 @@ class Agent:
         # The files after the status: what is final now has written all of them.
         heads, data = self._tail.take(budget) if self._tail is not None else ([], b"")
         if heads:
-            news["files"], self._has_told_all = heads, False
-        elif self._tail is not None and budget and status["phase"] in ("ended", "lost") and not self._has_told_all:
-            news["all"] = self._has_told_all = True
+            news["files"], self._has_sent_all = heads, False
+        elif self._tail is not None and budget and status["phase"] in ("ended", "lost") and not self._has_sent_all:
+            news["all"] = self._has_sent_all = True
         return news, data
 
 
@@ -156,14 +156,14 @@ def _place(asked: Message) -> tuple[str, str]:
     return checked_folder(asked.get("folder")), checked_name(asked.get("node"), "node")
 
 
-PIECE_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
 _MAX_FILES = 8192
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LOGS = (".log", ".stacks")
 _STATE_WHOLE = ("supervisor.json", "health.json", "stacks_done.json", "outcome.json")
 
 # {path, offset, bytes} of a piece; anew: a log that was begun anew; size: of a file that is replaced, when it is whole.
-Piece = tuple[dict[str, Any], bytes]
+Chunk = tuple[dict[str, Any], bytes]
 
 
 class GrowingFile:
@@ -173,7 +173,7 @@ class GrowingFile:
         self._path, self._full, self._offset = path, os.path.join(root, path), offset
         self._inode: int | None = None
 
-    def next(self, size: int) -> Piece | None:
+    def next(self, size: int) -> Chunk | None:
         """The next piece, empty where a file begins so; None when there is nothing new."""
         opened = open_plain(self._full)
         if opened is None:
@@ -202,7 +202,7 @@ class ReplacedFile:
         self._open: int | None = None
         self._offset = 0
 
-    def next(self, size: int) -> Piece | None:
+    def next(self, size: int) -> Chunk | None:
         """The next piece of its present content; None when all of that was sent."""
         if self._open is None:
             self._look()
@@ -251,7 +251,7 @@ class NodeTail:
             for file in waiting:
                 if budget <= 0:
                     break
-                piece = file.next(min(PIECE_BYTES, budget))
+                piece = file.next(min(CHUNK_BYTES, budget))
                 self._served = (self._served + 1) % len(files)
                 if piece is not None:
                     heads.append(piece[0])

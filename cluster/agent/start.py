@@ -48,7 +48,7 @@ from cluster.agent.messages import (
     safe_name,
     write_all,
 )
-from cluster.agent.processes import Family, Marks, send_signal
+from cluster.agent.processes import Family, ProcessLabels, send_signal
 from cluster.agent.supervisor import Supervisor, container_of, refusal
 from engine.runs.process import NODE_VARIABLE, RUN_ID_VARIABLE
 
@@ -142,8 +142,8 @@ def supervise() -> None:
     try:
         _own(spec, ready, again=asked["again"])
     except RefusedError as error:
-        is_begun = asked["again"] and error.kind in ("exists", "busy")
-        pid = _await_begun(spec) if is_begun else None
+        has_started = asked["again"] and error.kind in ("exists", "busy")
+        pid = _await_start(spec) if has_started else None
         answer(error.answer if pid is None else {"started": pid})
 
 
@@ -178,7 +178,7 @@ def _own(spec: Spec, ready: Callable[[int], None] = lambda pid: None, *, again: 
         try:
             for lock in _take_locks(spec):
                 held.callback(lock.release)
-            begun = _begun_pid(spec) if again else None
+            begun = _started_pid(spec) if again else None
             if begun is None:
                 _lay(spec)
         except OSError as error:
@@ -193,7 +193,7 @@ def _own(spec: Spec, ready: Callable[[int], None] = lambda pid: None, *, again: 
         return supervisor.run()
 
 
-def _begun_pid(spec: Spec) -> int | None:
+def _started_pid(spec: Spec) -> int | None:
     """The supervisor that this very request began, whether it still lives or not; None: it began none."""
     files = NodeFiles(spec.folder, spec.node)
     supervisor = read_json(files.supervisor)
@@ -201,10 +201,10 @@ def _begun_pid(spec: Spec) -> int | None:
     return int(supervisor["pid"]) if is_ours and supervisor is not None else None
 
 
-def _await_begun(spec: Spec) -> int | None:
-    """`_begun_pid`, with time for a request that is being carried out just now."""
+def _await_start(spec: Spec) -> int | None:
+    """`_started_pid`, with time for a request that is being carried out just now."""
     deadline = time.monotonic() + _FOUND_S
-    while (pid := _begun_pid(spec)) is None and time.monotonic() < deadline:
+    while (pid := _started_pid(spec)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return pid
 
@@ -254,7 +254,7 @@ def _put_aside(files: NodeFiles, *, is_lead: bool) -> None:
 def lock_folder(base: str = "/tmp") -> str:
     """Where this user's runs lock nodes: not in a home, which nodes may share, for the lock is of the machine.
 
-    Others can read there, and nobody else can write: so users see each other's runs, see `held_locks`.
+    Others can read there, and nobody else can write: so users see each other's runs, see `active_locks`.
     """
     return os.path.join(base, f"burst-{os.geteuid()}")
 
@@ -272,7 +272,7 @@ def node_lock_path(node: str, base: str = "/tmp") -> str:
     return os.path.join(folder, safe_name(node) + ".lock")
 
 
-class HeldLock(NamedTuple):
+class ActiveLock(NamedTuple):
     """A lock that a living process holds. name: of its file, without the ending. uid: of the user whose run it is."""
 
     name: str
@@ -280,7 +280,7 @@ class HeldLock(NamedTuple):
     uid: int
 
 
-def held_locks(base: str = "/tmp") -> Iterator[HeldLock]:
+def active_locks(base: str = "/tmp") -> Iterator[ActiveLock]:
     """The nodes that runs of all users hold on this machine.
 
     Held is what the kernel's table says: taking a lock to find out could get in somebody's way. Believed is only what
@@ -300,7 +300,7 @@ def held_locks(base: str = "/tmp") -> Iterator[HeldLock]:
                 found = entry.stat(follow_symlinks=False)
                 is_lock = entry.name.endswith(".lock") and stat.S_ISREG(found.st_mode)
                 if is_lock and found.st_uid == status.st_uid and str(found.st_ino) in inodes:
-                    yield HeldLock(entry.name[:-5], holder(entry.path).get("run_id", "?"), status.st_uid)
+                    yield ActiveLock(entry.name[:-5], holder(entry.path).get("run_id", "?"), status.st_uid)
 
 
 def user_name(uid: int) -> str:
@@ -313,7 +313,7 @@ def user_name(uid: int) -> str:
 
 def _refuse_other_users(node: str) -> None:
     """Raise RefusedError while a run of another user holds `node`. Two that start at once may both be refused."""
-    for lock in held_locks():
+    for lock in active_locks():
         if lock.name == safe_name(node) and lock.uid != os.geteuid():
             who = f"run {lock.run_id} of {user_name(lock.uid)} holds this node"
             raise RefusedError("busy", f"{who}; wait for its end, or use other nodes")
@@ -384,7 +384,7 @@ def _end_all(files: NodeFiles, run_id: str, spec: Any) -> list[int]:
         if not await_end(supervisor, _ASK_S):
             send_signal(supervisor["pid"], supervisor["pid_start"], signal.SIGKILL)
             await_end(supervisor, _KILL_S)  # until then it holds the locks
-    left = Family(Marks(run_id, files.node)).kill_until_gone(signal.SIGKILL, _KILL_S)
+    left = Family(ProcessLabels(run_id, files.node)).kill_all(signal.SIGKILL, _KILL_S)
     with contextlib.suppress(SpecError):
         parsed = parse_spec(spec)
         container = container_of(parsed)

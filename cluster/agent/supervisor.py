@@ -24,12 +24,12 @@ from cluster.agent.messages import RANK_LOGS_VARIABLE, Spec, SpecError, seconds
 from cluster.agent.processes import (
     Family,
     Helpers,
-    Marks,
+    ProcessLabels,
     become_subreaper,
 )
 from engine.runs.process import NODE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, process_start
 
-_TURN_S = 0.1
+_POLL_S = 0.1
 _UPDATE_S = 2.0
 _RETRY_S = 0.5  # when the disk is full
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # somebody may make room; nobody mends the rest while we wait
@@ -47,7 +47,7 @@ class StopOrder:
     def __init__(self) -> None:
         self.cause = ""  # exit, stop or lease: as outcome.json names it; "" while nobody asked
         self.by: str | None = None
-        self.asked_ns: int | None = None
+        self.requested_ns: int | None = None
         self.deadline = float("inf")
         self.killed_at: float | None = None
 
@@ -55,7 +55,7 @@ class StopOrder:
         """Note a request; whether it is the first."""
         is_first = not self.cause
         if is_first:
-            self.cause, self.by, self.asked_ns = cause, by, time.time_ns()
+            self.cause, self.by, self.requested_ns = cause, by, time.time_ns()
         self.deadline = min(self.deadline, time.monotonic() + grace_s)
         return is_first
 
@@ -68,7 +68,7 @@ class Supervisor:
         self.helpers = Helpers()
         ranks = range(spec.first_rank, spec.first_rank + spec.local_ranks)
         is_contained = spec.container is not None
-        self.family = Family(Marks(spec.run_id, spec.node), ranks, self.helpers.pids, is_contained)
+        self.family = Family(ProcessLabels(spec.run_id, spec.node), ranks, self.helpers.pids, is_contained)
         self.stop = StopOrder()
         self.container = container_of(spec, self.helpers)
         self.memory = memory or MemoryWatch()
@@ -79,7 +79,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._stop_stamp: Any = None
         self._lease_stamp: Any = None
-        self._beat_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
         self._identity = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": process_start(os.getpid())}
         self._written: Document = {}
         self._next_write = 0.0
@@ -89,7 +89,7 @@ class Supervisor:
         become_subreaper()
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda number, frame: self._signals.append(number))
-        self._beat_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
         try:
             child = self._start()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -159,7 +159,7 @@ class Supervisor:
             self.health.ranks = self.family.living_ranks()
             self.stacks.turn(stamp_of(self.files.stacks), self.health.ranks)
             self.tell()
-            self.family.wait(_TURN_S)
+            self.family.wait(_POLL_S)
 
     def _inquire(self) -> None:
         """Ask why a rank died, should SIGKILL have done it, while the kernel's counters are still there."""
@@ -183,8 +183,8 @@ class Supervisor:
             stamp, now = stamp_of(self.files.lease), time.monotonic()
             if stamp != self._lease_stamp:
                 # Only that it changed counts, and this machine's clock: that of whoever beats may differ.
-                self._lease_stamp, self._beat_at = stamp, now
-            elif now > self._beat_at + self.spec.lease_s:
+                self._lease_stamp, self._heartbeat_at = stamp, now
+            elif now > self._heartbeat_at + self.spec.lease_s:
                 self._ask("lease", "no word from the launcher", self.spec.stop_grace_s)
 
     def _ask(self, cause: str, by: str, grace_s: float) -> None:
@@ -210,15 +210,15 @@ class Supervisor:
             if self.container is not None:
                 self.container.kill()
         self.family.refresh(full=True)
-        is_patient = now < self.stop.killed_at + _REPORT_GRACE_S
-        self.family.signal(signal.SIGKILL, spare=(self.family.child,) if is_patient else ())
+        allow_slow = now < self.stop.killed_at + _REPORT_GRACE_S
+        self.family.signal(signal.SIGKILL, spare=(self.family.child,) if allow_slow else ())
 
     def _finish(self, code: int | None, cause: str, problem: str | None = None) -> Document:
         """The outcome, once nothing of the run is left; `problem`: why there is no regular end."""
         self.health.close()
         if code is not None:
-            self.family.forget_child()
-        leftover = self.family.kill_until_gone(signal.SIGKILL, _KILL_WAIT_S)
+            self.family.remove_child()
+        leftover = self.family.kill_all(signal.SIGKILL, _KILL_WAIT_S)
         self._inquire()
         if self.container is not None:
             # A client that was killed may leave an engine that is still making its container.
@@ -226,7 +226,7 @@ class Supervisor:
             problem = problem or left or None
         outcome = {
             **refusal(problem),
-            **{"exit_code": code, "cause": cause, "stop_cause": self.stop.by, "stop_at_ns": self.stop.asked_ns},
+            **{"exit_code": code, "cause": cause, "stop_cause": self.stop.by, "stop_at_ns": self.stop.requested_ns},
             **{"deaths": self._deaths, "memory": self._kill_facts(), "leftover_pids": leftover},
         }
         if self._phase != "starting":  # what never ran is not to look as if it had, for as long as its outcome takes

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.agent.code import expand
-from cluster.agent.start import held_locks, user_name
+from cluster.agent.start import active_locks, user_name
 from engine.runs.process import usable_bytes
 
 _HASH_S = 10.0
@@ -190,7 +190,7 @@ def find_locks() -> dict[str, str]:
     Of another user it is `RUN of USER`; a run of this user counts first.
     """
     held: dict[str, str] = {}
-    for lock in sorted(held_locks(), key=lambda lock: lock.uid == os.geteuid()):
+    for lock in sorted(active_locks(), key=lambda lock: lock.uid == os.geteuid()):
         held[lock.name] = lock.run_id if lock.uid == os.geteuid() else f"{lock.run_id} of {user_name(lock.uid)}"
     return held
 

@@ -17,13 +17,13 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fold_nodes
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, Question, UnreadableError
+from cluster.survey.section import NotApplicableError, Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 REACH, PROBE = "ssh.reach", "ssh.probe"  # these two are made of every node
 GIB = 1 << 30
 _TEXT_CHARACTERS = 400
-_PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
+_PLACEHOLDER = "\0"  # where the node's name stood; no cleaned text holds this character
 _TEXTS = ("observed", "expected", "remedy")
 AGAIN = "run the check again; see the evidence"  # where nothing better is known
 
@@ -200,7 +200,7 @@ def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -
     folds: dict[tuple[object, ...], tuple[list[str], list[Finding]]] = {}
     for report in reports:
         shown = [one for one in report.findings if all_findings or not one.severity.is_fine]
-        anonymous = [_named(one, rf"(?<![\w.-]){re.escape(one.node)}(?![\w-]|\.\w)", _PLACE) for one in shown]
+        anonymous = [_named(one, rf"(?<![\w.-]){re.escape(one.node)}(?![\w-]|\.\w)", _PLACEHOLDER) for one in shown]
         key = report.verdict, *map(_key, anonymous)
         folds.setdefault(key, ([], anonymous))[0].append(report.node)
     found = [_fold(key[0], *members) for key, members in folds.items()]
@@ -222,7 +222,7 @@ def _fold(verdict: Any, names: list[str], findings: Iterable[Finding]) -> NodeFo
     """As one what is said of several devices, and what several checks could not see or skipped for the same reason."""
     nodes, same = fold_nodes(names), dict[Finding, list[Finding]]()
     for finding in findings:
-        named = _named(finding, _PLACE, nodes)
+        named = _named(finding, _PLACEHOLDER, nodes)
         check = "" if finding.severity in (Verdict.SKIP, Verdict.UNKNOWN) else finding.check
         same.setdefault(replace(named, check=check, device=None), []).append(named)
     told = [
@@ -274,7 +274,7 @@ class CheckGroup:
 
     name: first part of the names of its checks, and the word of --only and --skip; groups may share it.
     questions: all that nodes are asked for these checks, with the variables `settings` exported.
-    look: what the judges need of the facts. It and they may raise UnreadableError and AbsentError.
+    look: what the judges need of the facts. It and they may raise UnreadableError and NotApplicableError.
     judges: `check_pcie` of group `gpu` makes the findings of `gpu.pcie`; its docstring is what `--explain` says.
     traits: what must be the same on all nodes, by check ({"gpu.driver": "550.54"}); None or left out: not known.
     compare: findings that rest on several nodes. between: tests that need several nodes at once, by
@@ -301,7 +301,7 @@ class CheckGroup:
         checks = {Check(facts.node, name): judge for name, judge in self.checks.items()}
         try:
             view = self.look(facts)
-        except (UnreadableError, AbsentError) as error:
+        except (UnreadableError, NotApplicableError) as error:
             return [_unseen(check, error) for check in checks]
         return [finding for check, judge in checks.items() for finding in run_check(check, judge, view)]
 
@@ -320,7 +320,7 @@ def run_check(check: Check, judge: Judge, view: Any) -> list[Finding]:
     """What `judge` finds; UNKNOWN where it cannot read what it needs, breaks or says nothing."""
     try:
         found = list(judge(check, view))
-    except (UnreadableError, AbsentError) as error:
+    except (UnreadableError, NotApplicableError) as error:
         return [_unseen(check, error)]
     except Exception as error:
         return [broken(check, error)]
@@ -343,7 +343,7 @@ def each(
 def _judge(check: Check, judge: Callable[[Check, D], Finding | None], device: D) -> Finding | None:
     try:
         return judge(check, device)
-    except (UnreadableError, AbsentError) as error:
+    except (UnreadableError, NotApplicableError) as error:
         return _unseen(check, error)
 
 
@@ -351,7 +351,7 @@ def known(read: Callable[[Any], T], view: Any) -> T | None:
     """What `read` tells of `view`; None where it cannot be read, or is not there."""
     try:
         return read(view)
-    except (UnreadableError, AbsentError):
+    except (UnreadableError, NotApplicableError):
         return None
 
 
@@ -363,8 +363,8 @@ def broken(check: Check, error: BaseException) -> Finding:
     return check.expecting("a result").unknown(text, "report this with the output of --json", place)
 
 
-def _unseen(check: Check, error: UnreadableError | AbsentError) -> Finding:
-    if isinstance(error, AbsentError):
+def _unseen(check: Check, error: UnreadableError | NotApplicableError) -> Finding:
+    if isinstance(error, NotApplicableError):
         return check.skip(str(error))
     return check.unknown(str(error), error.remedy or "run the check again; see the evidence", error.evidence)
 

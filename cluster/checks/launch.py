@@ -197,7 +197,7 @@ class NodeModel:
 
 
 @dataclass(frozen=True)
-class Offer:
+class NodeResources:
     """What a node offers a run. memory_bytes: None where it does not tell.
 
     room, port: (how many bytes are free, which port is free; None, and why there is none). locks: the runs that hold
@@ -224,12 +224,14 @@ class Offer:
     model: NodeModel | None
 
 
-def read_offer(facts: NodeFacts) -> Offer:
+def read_resources(facts: NodeFacts) -> NodeResources:
     """Raises UnreadableError."""
 
-    def take(told: Any) -> Offer:
+    def take(told: Any) -> NodeResources:
         data = [_data(one) for one in listed(told["data"])]
-        offer: Offer = fill(Offer, {**told, "home": plain_path(told["home"]), "data": data, "model": None})
+        offer: NodeResources = fill(
+            NodeResources, {**told, "home": plain_path(told["home"]), "data": data, "model": None}
+        )
         return replace(offer, model=None if told["model"] is None else _model(told["model"]))
 
     return facts.probe.section(NAME).read(take)
@@ -258,7 +260,7 @@ def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_folder(check: Check, facts: NodeFacts) -> list[Finding]:
     """Runs can be laid where cluster.node_folder says, and there is room for one."""
-    (free, problem), root = read_offer(facts).room, node_root(facts.config)
+    (free, problem), root = read_resources(facts).room, node_root(facts.config)
     if free is None:
         return [check.fail(problem, "set cluster.node_folder to a folder of yours")]
     text = f"{gib(free)} free under {root}"
@@ -269,7 +271,7 @@ def check_folder(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_holder(check: Check, facts: NodeFacts) -> list[Finding]:
     """No run holds the node: two would share its GPUs."""
-    run_id = read_offer(facts).locks.get(safe_name(facts.node))
+    run_id = read_resources(facts).locks.get(safe_name(facts.node))
     if run_id is None:
         return [check.ok("no run holds it")]
     is_ours = " of " not in run_id  # a run id has no blanks
@@ -281,14 +283,14 @@ def check_holder(check: Check, facts: NodeFacts) -> list[Finding]:
 def check_data(check: Check, facts: NodeFacts) -> list[Finding]:
     """Every file that ranks read is there."""
     remedy = "bring it there under this name"
-    missing = [check.fail(f"data {path}: {wrong}", remedy) for path, wrong, _ in read_offer(facts).data if wrong]
+    missing = [check.fail(f"data {path}: {wrong}", remedy) for path, wrong, _ in read_resources(facts).data if wrong]
     return missing or [check.ok("there")]
 
 
 def _check_model(config: RunConfig) -> Callable[[Check, NodeFacts], list[Finding]]:
     def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
         """The folder of the first weights holds the model that was configured, and tokens are its own."""
-        model = read_offer(facts).model
+        model = read_resources(facts).model
         if model is None:
             return [check.skip("no weights are read")]
         remedy = "correct the setting, or bring the right folder there"
@@ -315,7 +317,7 @@ def _gpus(count: int) -> str:
 def _port(nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     """Only the first node listens."""
     for node, facts in list(nodes.items())[:1]:
-        offer = known(read_offer, facts)
+        offer = known(read_resources, facts)
         if offer is not None and offer.port[0] is None:
             remedy = "free it, or set cluster.master_port to another one (null: any)"
             yield Check(node, "launch.port").fail(f"no port for the rendezvous: {offer.port[1]}", remedy)
@@ -356,6 +358,8 @@ def needed_modules(config: RunConfig) -> tuple[str, ...]:
         "jinja2": data.messages_field is not None and not is_tokenised,
         "pyarrow": data.format == "parquet",
         "torchao": config.memory.moments_dtype == "int8",
+        "transformers": config.model.implementation == "hf",
+        "peft": config.model.lora.rank is not None,
         "tensorboard": config.train.tensorboard,
     }
     return ("torch", "numpy", "yaml", "safetensors", *(name for name, is_needed in conditions.items() if is_needed))
@@ -386,7 +390,7 @@ def _checkpoints(nodes: Mapping[str, NodeFacts], config: RunConfig) -> Iterator[
     is_shared = shared is not None and f"{root}/".startswith(f"{shared.rstrip('/')}/")
     disks: dict[str, dict[str, int]] = {}
     for node, facts in nodes.items():
-        offer = known(read_offer, facts)
+        offer = known(read_resources, facts)
         if offer is None or offer.room[0] is None:
             continue  # which `check_folder` says
         free, problem = offer.checkpoint_room
@@ -406,7 +410,7 @@ def _checkpoints(nodes: Mapping[str, NodeFacts], config: RunConfig) -> Iterator[
 
 def _source(nodes: Mapping[str, NodeFacts], source: str) -> Iterator[Finding]:
     """Some node has a checkpoint to go on from: the others are sent what they need."""
-    offers = [known(read_offer, facts) for facts in nodes.values()]
+    offers = [known(read_resources, facts) for facts in nodes.values()]
     if any(offer is None or offer.has_source is not False for offer in offers):
         return
     for node in nodes:
@@ -434,7 +438,7 @@ def launch_group(config: RunConfig, resumed: str | None = None) -> CheckGroup:
         return found if source is None else [*found, *_source(nodes, source)]
 
     def traits(facts: NodeFacts) -> Mapping[str, str | None]:
-        found = {f"launch.data {path}": content for path, wrong, content in read_offer(facts).data if not wrong}
+        found = {f"launch.data {path}": content for path, wrong, content in read_resources(facts).data if not wrong}
         if config.data.format != "stdlib" or facts.in_containers:
             return found
         # This corpus is the source code of the Python that reads it.

@@ -250,7 +250,7 @@ class RunState:
         return [one_line(text, 400) for text in told if isinstance(text, str)] if isinstance(told, list) else []
 
 
-def glance(run: RunFolder) -> RunState:
+def read_run_state(run: RunFolder) -> RunState:
     """The state of `run` by its folder alone.
 
     A run that was started without a launcher has no lock; the process in run.json speaks for it, where it can be seen.

@@ -22,7 +22,7 @@ from cluster.control.attempt import (
     find_controller,
     finish,
     follow_first_node,
-    glance,
+    read_run_state,
     write_cancel,
 )
 from cluster.control.fleet import Fleet
@@ -50,7 +50,7 @@ _CANCELLED = LaunchOutcome("cancelled", INTERRUPTED)
 
 
 @dataclass(frozen=True)
-class Manner:
+class ControlOptions:
     """How a run is led. start: begin it; else take over what runs. detached: nodes go on without a launcher."""
 
     start: bool = True
@@ -65,7 +65,7 @@ def control(
     links: Sequence[NodeLink],
     observer: LaunchObserver,
     stop: StopRequests,
-    manner: Manner = Manner(),
+    manner: ControlOptions = ControlOptions(),
 ) -> LaunchOutcome:
     """Lead `run` to its end over `links`, one per node of `plan` in its order; the outcome, also written to run.json.
 
@@ -99,7 +99,7 @@ def control(
 class _Lead:
     """One run, from its first to its last moment."""
 
-    def __init__(self, fleet: Fleet, observer: LaunchObserver, stop: StopRequests, manner: Manner) -> None:
+    def __init__(self, fleet: Fleet, observer: LaunchObserver, stop: StopRequests, manner: ControlOptions) -> None:
         self.fleet, self.plan, self.run, self.observer, self.stop = fleet, fleet.plan, fleet.run, observer, stop
         self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
         self.steps = StepWatch(self.run, self.clock.monotonic)
@@ -108,10 +108,10 @@ class _Lead:
         self.is_cancelled = False
         self.trouble_at: float | None = None
         self._asked: tuple[str, float] | None = None  # for the end: by whom, and after what grace
-        self._is_begun = not manner.start
+        self._has_started = not manner.start
         self._early_at: float | None = None
         self._completed_at: float | None = None
-        self._turn_at = self._hears_from = self._cut_off_until = self._now
+        self._polled_at = self._hears_from = self._cut_off_until = self._now
 
     def to_the_end(self) -> LaunchOutcome:
         """The outcome. Should anything go wrong here, everything is killed first."""
@@ -131,13 +131,13 @@ class _Lead:
         self.steps.touch()
         while self.stop.count < 3:
             self._look()
-            self._heed_refusals()
+            self._handle_refusals()
             if self.fleet.is_over(self.timing.sync_s):
                 break
-            self.fleet.beat(self.timing.beat_s)
-            self._heed_requests()
+            self.fleet.beat(self.timing.heartbeat_s)
+            self._handle_requests()
             if not self.fleet.is_starting:
-                self._heed_nodes()
+                self._handle_nodes()
             self.observer.nodes(self.fleet.statuses)
             self.observer.tick()
             self.clock.sleep(min(self.timing.poll_s, _START_POLL_S) if self.fleet.is_starting else self.timing.poll_s)
@@ -161,14 +161,14 @@ class _Lead:
         self.steps.poll()
         if self.fleet.is_starting:
             self.steps.touch()
-        if not self._is_begun and all(part.has_begun for part in self.fleet.parts):
-            self._is_begun = True
+        if not self._has_started and all(part.has_started for part in self.fleet.parts):
+            self._has_started = True
             with contextlib.suppress(RunFolderError):
                 self.run.record(nodes_started_at=utc_now())
         if follow_first_node(self.plan, self.run) == "completed" and self._completed_at is None:
             self._completed_at = self._now
 
-    def _heed_refusals(self) -> None:
+    def _handle_refusals(self) -> None:
         """Once all nodes have answered to the start, those that began are asked to end if others refused."""
         refusals = sorted((part.name, part.status.refusal) for part in self.fleet.parts if part.status.refusal)
         if refusals and not self.fleet.is_starting and self._asked is None and self.trouble_at is None:
@@ -177,7 +177,7 @@ class _Lead:
             details = (*(str(other) for _, other in others[:_SHOWN]), *more)
             self._fail(Failure("start", error.kind, str(error), host=first, details=details), "start")
 
-    def _heed_requests(self) -> None:
+    def _handle_requests(self) -> None:
         """Pass on what somebody asks for. Who stops a run that is failing does not make it a cancelled one."""
         checkpoint, grace_s = self.plan.config.train.checkpoint, self.timing.stop_grace_s
         asked = self.stop.most_urgent(self.run, max(grace_s, checkpoint.stop_grace_s if checkpoint.is_on else 0.0))
@@ -193,8 +193,8 @@ class _Lead:
         self._asked = asked
         self.fleet.stop(*asked)  # in every turn: nodes may have begun since
 
-    def _heed_nodes(self) -> None:
-        self._heed_losses()
+    def _handle_nodes(self) -> None:
+        self._handle_losses()
         # Ends that ranks come to before a time limit are no failures.
         is_at_limit = any(status.supervisor.get("stop_cause") == TIME_LIMIT for status in self.fleet.statuses)
         if self._completed_at is not None:
@@ -202,23 +202,23 @@ class _Lead:
             if self._now > self._completed_at + self.timing.finish_s:
                 self._stop_rest("completed", {})
         elif self._asked is None and self.failure is None and not is_at_limit:
-            self._heed_signs()
+            self._handle_signs()
             if self.trouble_at is None and (failure := self.hang.poll(self.timing)) is not None:
                 self._fail(failure, "hang")
         self.fleet.give_up(self.timing)
 
-    def _heed_losses(self) -> None:
+    def _handle_losses(self) -> None:
         """Nodes that cannot be heard, or whose supervisor is gone without a word, end the run."""
         lost_s = self.timing.lost_s if self.timing.lost_s is not None else self.plan.config.cluster.lease_s / 2
-        if self._now > self._turn_at + lost_s / 2:  # stopped, or starved: it was not the nodes that were silent
+        if self._now > self._polled_at + lost_s / 2:  # stopped, or starved: it was not the nodes that were silent
             self._hears_from = self._now + _CATCH_UP_S
-        self._turn_at = self._now
+        self._polled_at = self._now
         if self._now < self._hears_from:
             return
         # Ranks wait for each other: if one advances, all live. And who hears of no node of a run that needs no
         # launcher is likelier cut off itself; nodes then come back one after the other.
-        is_mute = [part.is_mute for part in self.fleet.parts if part.is_open]
-        if self.fleet.lease_s is None and is_mute and all(is_mute):
+        is_unreachable = [part.is_unreachable for part in self.fleet.parts if part.is_open]
+        if self.fleet.lease_s is None and is_unreachable and all(is_unreachable):
             self._cut_off_until = self._now + lost_s
         if self.steps.silence_s <= lost_s or self._now < self._cut_off_until:
             lost_s = max(lost_s, KILL_S)
@@ -227,7 +227,7 @@ class _Lead:
             self._note_trouble(lines[0])
             self._stop_rest("node lost", {})
 
-    def _heed_signs(self) -> None:
+    def _handle_signs(self) -> None:
         """A failure: first let every node see what it sees, then stop those that see nothing, then kill the rest."""
         signs = {part.name: sign for part in self.fleet.parts if (sign := part.strong_sign) is not None}
         if not signs and self.trouble_at is None:
@@ -279,7 +279,7 @@ def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, 
     Nothing is done while a controller lives or the run has ended. The leases of nodes that go on are not renewed: this
     only looks. Raises PlanFileError for a run that no launcher started.
     """
-    seen = glance(run)
+    seen = read_run_state(run)
     if seen.controller is not None or seen.state not in ("starting", "running"):
         return seen
     plan = read_run_plan(run.path)
@@ -302,8 +302,8 @@ def _settle(fleet: Fleet, timeout_s: float, clock: Clock) -> RunState:
         fleet.find_lost(_NEVER_S)
         follow_first_node(fleet.plan, run)
         is_late = clock.monotonic() > deadline
-        mute = [f"{part.name} ({part.status.problem})" for part in parts if part.is_mute]
-        runs = [part.is_open and not part.is_mute and part.status.is_running for part in parts]
+        mute = [f"{part.name} ({part.status.problem})" for part in parts if part.is_unreachable]
+        runs = [part.is_open and not part.is_unreachable and part.status.is_running for part in parts]
         # Of nodes that know nothing of it to the end nothing was ever begun, unless they wait in a queue.
         never_began = is_late and not (mute or any(runs) or runner_of(fleet.plan).is_queued)
         if never_began or fleet.is_over(timeout_s):
@@ -330,7 +330,7 @@ def request_cancel(
     grace_s: as in a launch when None; 0 kills. wait_s: how long the end is waited for while another process leads the
     run. Raises PlanFileError for a run that no launcher started.
     """
-    stop, deadline, is_asked = stop or StopRequests(), time.monotonic() + wait_s, False
+    stop, deadline, is_requested = stop or StopRequests(), time.monotonic() + wait_s, False
     while True:
         is_led, seen = find_controller(run) is not None, RunState(run.read_state())
         if not is_led and seen.is_final:
@@ -346,13 +346,13 @@ def request_cancel(
             if not is_led:
                 plan = read_run_plan(run.path)
                 write_cancel(run, cause, grace_s)
-                is_asked = True
-                manner = Manner(start=False, detached=number(run.read_state(), "lease_s") is None)
+                is_requested = True
+                manner = ControlOptions(start=False, detached=number(run.read_state(), "lease_s") is None)
                 control(plan, run, opener(plan, run), observer or LaunchObserver(), stop, manner)
                 continue
-            if not is_asked or is_forgotten:
+            if not is_requested or is_forgotten:
                 write_cancel(run, cause, grace_s)
-                is_asked = True
+                is_requested = True
         if time.monotonic() > deadline or stop.count:
             text = f"it was asked to stop, but has not ended after {wait_s:g} s"
             return RunState(run.read_state(), find_controller(run), problem=text)

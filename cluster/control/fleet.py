@@ -20,7 +20,7 @@ from engine.runs.folder import RunFolder
 _SWEEP_S = 10.0
 _MAX_ERROR_BYTES = 4 << 20
 _STOPS_RANKS = re.compile(r"failed \(exitcode: |closing signal SIG")
-_SETTLED_NS = 1_000_000_000  # a folder that changed this recently may change again within the tick of its clock
+_STABLE_NS = 1_000_000_000  # a folder that changed this recently may change again within the tick of its clock
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class Part:
             if not self.is_absent:
                 self.link.stop("start", 0.0)
                 self.given_up = "it could not be reached while it was asked to start, and may have begun all the same"
-        self.is_waiting = self.is_waiting and not self.status.is_begun
+        self.is_waiting = self.is_waiting and not self.status.has_started
         if self.is_waiting or self.is_absent:
             return
         self.was_alive = self.was_alive or self.status.is_running
@@ -77,7 +77,7 @@ class Part:
             self.ended_at = now
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether its ranks have been started."""
         is_started = self.status.phase in ("running", "stopping", "ended") and not (self.is_waiting or self.is_absent)
         return is_started and word(self.status.outcome, "cause") != "start_failed"
@@ -89,7 +89,7 @@ class Part:
         return not (self.is_waiting or self.is_absent or is_over)
 
     @property
-    def is_mute(self) -> bool:
+    def is_unreachable(self) -> bool:
         """Whether the node cannot be heard, so that nobody knows."""
         return self.is_open and self.status.problem is not None
 
@@ -109,8 +109,8 @@ class Part:
             return Leftover(self.name, pids, "they did not end even when killed") if pids else None
         if self.sweep_until is not None and status.swept is not None:
             return Leftover(self.name, status.swept, "they would not die") if status.swept else None
-        has_begun = self.is_waiting or self.was_alive or status.phase != "none" or reason is not None
-        if self.is_absent or not has_begun:
+        has_started = self.is_waiting or self.was_alive or status.phase != "none" or reason is not None
+        if self.is_absent or not has_started:
             return None
         reason = reason or "it was left while it was stopping"
         if lease_s is not None:
@@ -181,7 +181,7 @@ class Part:
             return None
         log = torchrun_log(self.node, self.run)
         stamp = changed_ns, log.stat().st_size if log.exists() else 0
-        is_same = stamp == self._sign_stamp and time.time_ns() - changed_ns > _SETTLED_NS
+        is_same = stamp == self._sign_stamp and time.time_ns() - changed_ns > _STABLE_NS
         if self._sign is None and not is_same:
             self._sign_stamp = stamp
             if errors := self.errors:
@@ -224,7 +224,7 @@ class Fleet:
             start = starts.get(torchrun_log(node, run).relative_to(run.path).as_posix(), 0)
             self.parts.append(Part(node=node, run=run, link=link, status=NodeStatus(node.name), log_start=start))
         self.plan, self.run, self.lease_s, self._clock = plan, run, lease_s, clock
-        self._next_beat = 0.0
+        self._next_heartbeat = 0.0
 
     @property
     def statuses(self) -> list[NodeStatus]:
@@ -257,9 +257,9 @@ class Fleet:
     def beat(self, interval_s: float) -> None:
         """Renew the leases, when it is time to."""
         now = self._clock.monotonic()
-        if now < self._next_beat:
+        if now < self._next_heartbeat:
             return
-        self._next_beat = now + interval_s
+        self._next_heartbeat = now + interval_s
         for part in self.parts:
             if part.is_open:
                 part.link.beat()
@@ -300,7 +300,7 @@ class Fleet:
     def give_up(self, timing: LaunchTiming) -> None:
         """No longer wait for nodes that were to have ended long ago; what cannot be heard by then is lost."""
         for part in self.parts:
-            patience_s = 0.0 if part.is_mute and part.status.heard_s > timing.mute_s else timing.kill_s
+            patience_s = 0.0 if part.is_unreachable and part.status.heard_s > timing.unreachable_s else timing.kill_s
             if part.is_open and part.kill_at is not None and self._clock.monotonic() > part.kill_at + patience_s:
                 problem = part.status.problem
                 part.given_up = f"it did not end in time{f' ({problem})' if problem else ''}"

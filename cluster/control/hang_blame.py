@@ -247,10 +247,12 @@ def _by_waits(ranks: Sequence[RankEvidence]) -> Culprit | None:
     silent = [rank for rank in found if rank.recorded is None]
     if not silent:
         text = f"{_names(found)} {first.undone}, for which {who}"
-        return _culprit(found, text, certain=True, has_place=True)
+        return _culprit(found, text, certain=True, has_position=True)
     has_stacks = all(rank.threads for rank in silent)
     how = "answers signals only: something holds its interpreter" if has_stacks else "gives no answer"
-    return _culprit(silent, f"{_names(silent)} {how}, while {who} in {first.place}", certain=has_stacks, has_place=True)
+    return _culprit(
+        silent, f"{_names(silent)} {how}, while {who} in {first.place}", certain=has_stacks, has_position=True
+    )
 
 
 def _awaited(ranks: Sequence[RankEvidence], waits: Sequence[Wait]) -> list[RankEvidence]:
@@ -278,7 +280,7 @@ def _by_progress(ranks: Sequence[RankEvidence]) -> Culprit | None:
         return None
     behind, own, others = known[0][2], known[0][0][0], known[1][0][0]
     what = f"is at step {own}, the others at {others}" if own != others else "is behind in the same step"
-    return _culprit([behind], f"{_names([behind])} {what}", certain=behind.waits is False, has_place=True)
+    return _culprit([behind], f"{_names([behind])} {what}", certain=behind.waits is False, has_position=True)
 
 
 def _progress(status: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
@@ -298,7 +300,7 @@ def _by_stacks(ranks: Sequence[RankEvidence]) -> Culprit | None:
     silent = [rank for rank in ranks if rank.waits is None]
     if busy and waiting:
         text = f"{_names(busy)} {'is' if len(busy) == 1 else 'are'} in no collective, while {_wait(waiting)}"
-        return _culprit(busy, text, certain=len(busy) == 1 and not silent, has_place=True)
+        return _culprit(busy, text, certain=len(busy) == 1 and not silent, has_position=True)
     if silent and waiting:
         return _culprit(silent, f"{_names(silent)} gave no stacks, while {_wait(waiting)}", certain=False)
     return None
@@ -314,9 +316,9 @@ def _all_wait(ranks: Sequence[RankEvidence]) -> Culprit | None:
     return _culprit(ranks, f"every rank waits in {_join(calls)}; {network}", certain=False)
 
 
-def _culprit(found: Sequence[RankEvidence], reason: str, *, certain: bool, has_place: bool = False) -> Culprit:
+def _culprit(found: Sequence[RankEvidence], reason: str, *, certain: bool, has_position: bool = False) -> Culprit:
     """has_place: the reason ends with what the first of them does."""
-    if has_place and found[0].place:
+    if has_position and found[0].place:
         reason = f"{reason}; {found[0].place}"
     lines = tuple(map(str, found[0].frames[:MAX_LINES]))
     return Culprit(tuple(rank.rank for rank in found), one_line(reason, 600), lines, certain)

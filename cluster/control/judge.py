@@ -131,9 +131,9 @@ class HangWatch:
 
     def __init__(self, fleet: Fleet, steps: StepWatch, clock: Clock, tell: Callable[[str], None]) -> None:
         self._fleet, self._steps, self._clock, self._tell = fleet, steps, clock, tell
-        self._is_told = self._is_last = False
+        self._is_reported = self._is_last = False
         self._nonce = ""
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self._stopped: dict[str, tuple[int, str | None]] = {}
 
     def poll(self, timing: LaunchTiming) -> Failure | None:
@@ -141,23 +141,23 @@ class HangWatch:
         self._note_stopped()
         silence_s, (diagnose_s, kill_s) = self._steps.silence_s, self._limits_s()
         if silence_s <= diagnose_s:
-            self._asked_at, self._is_told, self._is_last = None, False, False  # it only took its time
+            self._requested_at, self._is_reported, self._is_last = None, False, False  # it only took its time
             return None
         is_over = silence_s > kill_s
-        if self._asked_at is None or (is_over and not self._is_last):  # in the end once more, for how it stands now
-            self._asked_at, self._nonce, self._is_last = self._clock.monotonic(), secrets.token_hex(8), is_over
+        if self._requested_at is None or (is_over and not self._is_last):  # in the end once more, for how it stands now
+            self._requested_at, self._nonce, self._is_last = self._clock.monotonic(), secrets.token_hex(8), is_over
             for part in self._fleet.parts:
                 part.link.request_stacks(self._nonce)
             return None
-        asked_s = self._clock.monotonic() - self._asked_at
+        asked_s = self._clock.monotonic() - self._requested_at
         # What ranks wrote has some time to come here, those of a node that gives no answer some more.
         have_reported = asked_s > _FLIGHT_S and all(self._answer(part) is not None for part in self._fleet.parts)
         if asked_s < timing.stacks_s and not have_reported:
             return None
         if is_over:
             return self._accuse()
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             self._tell(f"{self._accuse().message}; the run is stopped if nothing moves for {kill_s:.0f} s")
         return None
 
@@ -223,7 +223,9 @@ class HangWatch:
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops
+CONTROLLER_CAUSES = frozenset(
+    {"failure", "hang", "node lost", "start", "completed", "exception"}
+)  # why a controller stops
 _WEAK_KINDS = ("peer_lost", "launcher", "exit")  # what ranks show whose launcher is gone
 
 
@@ -240,7 +242,7 @@ def judge(
     found = failure or next((one.status.failure for one in fleet.parts if one.status.failure), None)
     # Ranks, or somebody on the nodes, may have ended the run on purpose, if nothing failed before.
     causes = {str(word(one.status.outcome, "stop_cause")) for one in _with_cause(fleet, "stop")}
-    was_cancelled = (state == "cancelled" or bool(causes - OWN_CAUSES)) and not fleet.run.rank_errors()
+    was_cancelled = (state == "cancelled" or bool(causes - CONTROLLER_CAUSES)) and not fleet.run.rank_errors()
     if found is None and (cancelled or was_cancelled):
         return LaunchOutcome("cancelled", INTERRUPTED, leftover=leftover)
     failure = complete(found or _find(fleet, is_orphan=is_orphan), fleet)
@@ -261,7 +263,7 @@ def last_checkpoint(run: RunFolder, plan: LaunchPlan) -> str | None:
     known = list_checkpoints(checkpoints_folder(plan.config.train.checkpoint, run.path))
     here = next((checkpoint for checkpoint in known if (checkpoint.path / MANIFEST_FILE).exists()), None)
     told = max(run.saved_steps(), default=0)
-    if not plan.has_own_folders or told <= (0 if here is None else here.step):
+    if not plan.has_separate_folders or told <= (0 if here is None else here.step):
         return None if here is None else str(here.path)
     root = roots_of(plan)[plan.nodes[0].name]
     return f"{root}/step-{told:08d} on {fold_nodes([node.name for node in plan.nodes])}"

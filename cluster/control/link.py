@@ -40,8 +40,8 @@ class NodeStatus:
     outcome: content of outcome.json. health: content of health.json. heard_s: seconds since the node last said
     anything (0 for this machine). is_synced: an outcome is there and every file of the node has reached the run
     folder. problem: why the node cannot be heard, in words. clock_offset_ns: the node's clock minus this machine's.
-    failure: what ended the run from outside of its nodes, such as the time limit of a batch system. is_begun, refusal:
-    how the node answered to a start. swept: the processes that a sweep left; None: it is not done.
+    failure: what ended the run from outside of its nodes, such as the time limit of a batch system. has_started,
+    refusal: how the node answered to a start. swept: the processes that a sweep left; None: it is not done.
     """
 
     node: str
@@ -54,7 +54,7 @@ class NodeStatus:
     clock_offset_ns: int = 0
     failure: Failure | None = None
     supervisor: Mapping[str, Any] = field(default_factory=dict)
-    is_begun: bool = False
+    has_started: bool = False
     refusal: StartRefusedError | None = None
     swept: tuple[int, ...] | None = None
 
@@ -157,7 +157,7 @@ class LaunchTiming:
     """How long things may take, in seconds; `lost_s` None: half of what a node's lease lasts."""
 
     poll_s: float = 0.1
-    beat_s: float = 1.0
+    heartbeat_s: float = 1.0
     stop_grace_s: float = STOP_GRACE_S  # between asking the ranks to stop and killing them, without checkpoints
     evidence_s: float = 1.0  # between the first sign of a failure and stopping the nodes that know nothing of it
     failure_grace_s: float = 3.0  # between the first sign of a failure and killing the ranks that go on
@@ -166,7 +166,7 @@ class LaunchTiming:
     lost_s: float | None = None  # a node that says nothing for so long is lost
     vanish_s: float = 3.0  # for news of the last step to arrive, once a rank has ended well
     kill_s: float = 15.0  # for a node to end once all of its processes were to be killed; then it is given up
-    mute_s: float = 8.0  # at once if nothing was heard of it for so long
+    unreachable_s: float = 8.0  # at once if nothing was heard of it for so long
     sync_s: float = 30.0  # for the last lines of logs to arrive from a node that has ended
     stacks_s: float = 10.0  # for the ranks of a run that hangs to write their stacks
 
@@ -188,7 +188,7 @@ class StrangeAnswerError(ClusterError):
     """A node sent what makes no sense."""
 
 
-class AskedLink(NodeLink):
+class AgentLink(NodeLink):
     """The part of `NodeLink` that links share which ask an agent: wishes are kept until the node has answered.
 
     start_s: after how long a start that is not answered counts as refused.
@@ -270,7 +270,7 @@ class AskedLink(NodeLink):
                 elif "start" in errors:
                     self._refuse("command", errors["start"])
                 elif "started" in answer:
-                    self._status = replace(self._status, is_begun=True)
+                    self._status = replace(self._status, has_started=True)
                     del self._requests["start"]
             for name in ("beat", "stop", "stacks"):
                 if name in question and name not in errors and self._requests.get(name) is question[name]:

@@ -40,7 +40,7 @@ RUNNERS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class SurveyOptions:
     """What was typed beside the configuration.
 
     nodes: in the order of their ranks; None: those of cluster.nodes. health: that of the machines is looked at. busy:
@@ -85,7 +85,7 @@ class Runner(ABC):
     is_here = is_queued = takes_nodes = False
 
     @abstractmethod
-    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+    def survey(self, config: RunConfig, asked: SurveyOptions) -> Survey:
         """What a launch must know; changes nothing anywhere. Raises ConfigError, UnfitNodesError, ClusterError."""
 
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:

@@ -29,7 +29,7 @@ from typing import Any
 from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
 from cluster.agent.messages import Message, write_all
 from cluster.code import NoAnswerError, NodeProgram
-from cluster.control.link import AskedLink, NodeLink, NodeStatus, StrangeAnswerError
+from cluster.control.link import AgentLink, NodeLink, NodeStatus, StrangeAnswerError
 from cluster.errors import SshError, SshFailure
 from cluster.plan import LaunchPlan
 from cluster.remote_text import integer, one_line
@@ -44,12 +44,12 @@ _PATIENCE_S = 15.0  # a connection on which nothing moves for so long is dead: l
 _CLOSE_S = 2.0
 _WAIT_S = 0.5  # an answer waits so long for news: what is asked for meanwhile is late by as much
 _BUDGET_BYTES = 256 << 10  # of files in one answer: on a slow link what is asked for meanwhile is late by its way
-_KEPT_ANSWERS = 64
+_MAX_ANSWERS = 64
 _PAUSE_S = 0.02  # between two questions, should an agent never wait
 
 
 @dataclass(frozen=True)
-class NodePlace:
+class NodeTask:
     """Which node of which run. run: the run folder here; folder: that on the node; lead: whether it has rank 0."""
 
     run: Path
@@ -68,7 +68,7 @@ class LinkTiming:
     start_s: float = 60.0
 
 
-class SshLink(AskedLink):
+class SshLink(AgentLink):
     """One node of one run over SSH; see `NodeLink`. Its thread begins with `follow` or a wish and ends with `close`.
 
     on_end: told once, when no more connections are needed.
@@ -78,7 +78,7 @@ class SshLink(AskedLink):
         self,
         host: Host,
         connect: Connect,
-        place: NodePlace,
+        place: NodeTask,
         timing: LinkTiming = LinkTiming(),
         *,
         on_end: Callable[[], None] = lambda: None,
@@ -92,7 +92,7 @@ class SshLink(AskedLink):
         self._heard_at = time.monotonic()
         # Of the thread alone.
         self._copy = NodeCopy(place.run, place.node, lead=place.lead)
-        self._clocks: deque[tuple[int, int]] = deque(maxlen=_KEPT_ANSWERS)  # round trip, offset
+        self._clocks: deque[tuple[int, int]] = deque(maxlen=_MAX_ANSWERS)  # round trip, offset
         self._is_following = False
 
     def follow(self) -> None:
@@ -226,7 +226,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _TRACE = re.compile(r"profile/rank\d{4,9}\.json")
 # What only the copy itself makes: a log that was begun anew on its node.
 _ASIDE = re.compile(r".*\.before-\d+")
-_IN_THE_WAY = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
+_OBSTRUCTED = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class NodeCopy:
             if not is_log and end == size:
                 target.rename(here)
         except OSError as error:
-            if error.errno in _IN_THE_WAY:  # something else has its name here
+            if error.errno in _OBSTRUCTED:  # something else has its name here
                 return True
             self._pause(error)
             return False
@@ -392,7 +392,7 @@ def open_links(plan: LaunchPlan, run: RunFolder, timing: LinkTiming = LinkTiming
     """See `cluster.control.runner.open_links`."""
     hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster, typed_overrides(run.path))
     shared = SharedPool(SshPool(patience_s=_PATIENCE_S), len(hosts))
-    places = [NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0) for node in plan.nodes]
+    places = [NodeTask(run.path, node.name, node.folder, lead=node.node_rank == 0) for node in plan.nodes]
     return [
         SshLink(host, shared.connect, place, timing, on_end=shared.leave)
         for host, place in zip(hosts, places, strict=True)

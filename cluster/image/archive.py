@@ -21,7 +21,7 @@ import zstandard
 
 from cluster.errors import ClusterError
 from cluster.image.engine import Image
-from cluster.image.node.registry import MANIFEST, PIECE_BYTES, Blob
+from cluster.image.node.registry import CHUNK_BYTES, MANIFEST, Blob
 from cluster.remote_text import one_line
 
 Packing = Literal["zstd", "none"]
@@ -93,7 +93,7 @@ def _packed(reader: io.BufferedReader, packing: Packing) -> tuple[str, Iterable[
         # Without the size in its head: the same layer gives the same bytes, however the engine hands it over. At the
         # usual level, about 300 MB/s per core: higher ones win little on images.
         return f"{_LAYER}+zstd", zstandard.ZstdCompressor(threads=-1).read_to_iter(reader)
-    return _LAYER + ("" if there == "none" else f"+{there}"), iter(functools.partial(reader.read, PIECE_BYTES), b"")
+    return _LAYER + ("" if there == "none" else f"+{there}"), iter(functools.partial(reader.read, CHUNK_BYTES), b"")
 
 
 def _add(blobs: dict[str, Blob], media_type: str, pieces: Iterable[bytes]) -> dict[str, Any]:

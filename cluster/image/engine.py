@@ -16,7 +16,7 @@ from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Outcome
 
 _TIMEOUT_S = 60.0
-_ABSENT = ("no such image", "image not known")  # Docker's words, and Podman's
+_NO_IMAGE = ("no such image", "image not known")  # Docker's words, and Podman's
 # What a container gets from its image. Engines add fields of their own (`Image`, `Hostname`), or leave empty ones out.
 _CONFIG_FIELDS = (
     "User",
@@ -83,7 +83,7 @@ class Engine:
         try:
             return Image.of(name, json.loads(self.call("image", "inspect", "--", name))[0])
         except ClusterError as error:
-            if any(words in str(error).lower() for words in _ABSENT):
+            if any(words in str(error).lower() for words in _NO_IMAGE):
                 return None
             raise
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:

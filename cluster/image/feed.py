@@ -24,7 +24,7 @@ from cluster.ssh.session import SshConnection
 
 _RELAY = ("cluster.image.node.relay", "burst-image-relay")
 _SILENCE_S = 30.0
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 _LAST_WORDS_S = 2.0
 _NO_ANSWER = (ClusterError, ValueError, LookupError, TypeError)
 
@@ -109,7 +109,7 @@ class Feed:
         while True:  # until it does not answer: then it is let go of
             self._ask(program, question)
             question = {}
-            time.sleep(_BEAT_S)
+            time.sleep(_HEARTBEAT_S)
 
     def _ask(self, program: NodeProgram, question: Message) -> None:
         with self._asking:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent.serve import Agent
-from cluster.control.link import AskedLink, NodeLink, NodeStatus
-from cluster.control.runner import Asked, Runner, Survey
+from cluster.control.link import AgentLink, NodeLink, NodeStatus
+from cluster.control.runner import Runner, Survey, SurveyOptions
 from cluster.plan import TRAINER_MODULE, LaunchPlan, MachineFacts, NodePlan, assemble_plan, with_ranks
-from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, socket_variable
+from cluster.plan_nodes import NodesBuilder, NodeTarget, Rendezvous, socket_variable
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
@@ -24,7 +24,7 @@ from engine.runs.record import CODE_ROOT, output_of
 _ADDRESS = "127.0.0.1"
 
 
-class LocalLink(AskedLink):
+class LocalLink(AgentLink):
     """One node of the run in folder `run`, on this machine. A run folder that cannot be written is a `problem`."""
 
     def __init__(self, run: Path, node: str) -> None:
@@ -51,7 +51,7 @@ class LocalRunner(Runner):
 
     is_here = True
 
-    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+    def survey(self, config: RunConfig, asked: SurveyOptions) -> Survey:
         cluster = config.cluster
         if cluster.nodes is not None:  # better no run than one that quietly uses this machine in place of those
             raise ConfigError(f"cluster.nodes={cluster.nodes} names other machines; add cluster=local to run here")
@@ -124,7 +124,9 @@ def build_local_plan(
     """
     resolved, backend = with_ranks(config, facts)
     loopback = socket_variable(backend.name, "lo", "all ranks are on this machine")
-    site = Site(facts.hostname, _ADDRESS, str(run_path), facts.python, facts.python_path, facts.cwd, more=(loopback,))
+    site = NodeTarget(
+        facts.hostname, _ADDRESS, str(run_path), facts.python, facts.python_path, facts.cwd, more=(loopback,)
+    )
     builder = NodesBuilder(resolved, backend, run_path.name, 1, module)
     node = builder.node(0, site, Rendezvous(_ADDRESS, None))
     files = ((node.env_file, builder.environment_text(node)), ("plan.sh", _script(node, run_path)))

@@ -18,7 +18,7 @@ from cluster.failure import Failure
 from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 
-_TURN_S = 0.1
+_POLL_S = 0.1
 _CANCEL_S = 15.0
 
 
@@ -209,7 +209,7 @@ def _await_granted(
                 told = text
                 run.append_event("phase", phase=text)
             observer.tick()
-            time.sleep(_TURN_S)
+            time.sleep(_POLL_S)
     except BaseException as error:
         job.cancel()
         _wait(job.has_ended)
@@ -230,4 +230,4 @@ def _wait(is_over: Callable[[], bool], tick: Callable[[], None] = lambda: None) 
     deadline = time.monotonic() + _CANCEL_S
     while not is_over() and time.monotonic() < deadline:
         tick()
-        time.sleep(_TURN_S)
+        time.sleep(_POLL_S)

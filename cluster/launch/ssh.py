@@ -12,18 +12,18 @@ from pathlib import Path
 
 from cluster.agent.messages import code_path
 from cluster.checks.groups.host import read_software
-from cluster.checks.launch import Offer, check_launch, read_offer
-from cluster.code import build_archive, code_place, shared_place, upload_code
-from cluster.control.runner import Asked, Runner, Survey
+from cluster.checks.launch import NodeResources, check_launch, read_resources
+from cluster.code import build_archive, code_folder, shared_subfolder, upload_code
+from cluster.control.runner import Runner, Survey, SurveyOptions
 from cluster.env.plan import plan_fleet
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, MachineFacts, assemble_plan, with_ranks
-from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, at_home, node_folders, node_root
+from cluster.plan_nodes import NodesBuilder, NodeTarget, Rendezvous, at_home, node_folders, node_root
 from cluster.ssh.hosts import fold_nodes, parse_nodes, resolve_hosts
 from cluster.ssh.session import SshPool
-from cluster.survey.drivers import Gap
 from cluster.survey.drivers import Gpu as SmiGpu
+from cluster.survey.drivers import Unavailable
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, UnreadableError
+from cluster.survey.section import NotApplicableError, UnreadableError
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.predict.memory import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
@@ -34,7 +34,7 @@ class SshRunner(Runner):
 
     takes_nodes = True
 
-    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+    def survey(self, config: RunConfig, asked: SurveyOptions) -> Survey:
         """Nodes that can carry the run; what they must get before anything starts is the code of the ranks."""
         named = config.cluster.nodes
         if asked.nodes is None and named is None:
@@ -46,7 +46,7 @@ class SshRunner(Runner):
         names = asked.nodes or parse_nodes(named or "", "cluster.nodes").names
         hosts = resolve_hosts(names, config.cluster, asked.overrides)
         config = with_shared_checkpoints(config, hosts[0].user)
-        archive, place = build_archive(), code_place(config.cluster, hosts[0].user)
+        archive, place = build_archive(), code_folder(config.cluster, hosts[0].user)
         code = code_path(place.root, archive.code_id)
         with asked.busy(f"asking {len(hosts)} nodes"):
             fit = check_launch(hosts, config, health=asked.health, force=asked.force, resumed=asked.resumed)
@@ -55,7 +55,7 @@ class SshRunner(Runner):
         def prepare(plan: LaunchPlan) -> None:
             folders = {node.name: node_folders(plan.config, node.offer.home) for node in nodes}
             with SshPool() as pool, asked.busy(f"code of the ranks to {len(hosts)} nodes"):
-                upload_code(hosts, archive, place, pool.connect, folders, own_folders(plan.config, hosts[0].user))
+                upload_code(hosts, archive, place, pool.connect, folders, separate_folders(plan.config, hosts[0].user))
 
         return Survey(
             config,
@@ -74,7 +74,7 @@ class SshNode:
     """A node as plans read it. python: of ranks that run on it itself."""
 
     facts: NodeFacts
-    offer: Offer
+    offer: NodeResources
     python: str
     gpus: tuple[Gpu, ...]
 
@@ -88,14 +88,14 @@ def read_node(facts: NodeFacts) -> SshNode:
     """What plans need of a node that has passed `check_launch`."""
     software = None if facts.in_containers else read_software(facts)
     python = "" if software is None else software.executable
-    return SshNode(facts, read_offer(facts), python, tuple(map(_gpu, facts.gpus)))
+    return SshNode(facts, read_resources(facts), python, tuple(map(_gpu, facts.gpus)))
 
 
 def _gpu(gpu: SmiGpu) -> Gpu:
     name, size_mib = gpu.look("product_name"), 0.0
-    with contextlib.suppress(AbsentError, UnreadableError):
+    with contextlib.suppress(NotApplicableError, UnreadableError):
         size_mib = gpu.number("fb_memory_usage/total")
-    return Gpu("" if isinstance(name, Gap) else name, int(size_mib) * MIB)
+    return Gpu("" if isinstance(name, Unavailable) else name, int(size_mib) * MIB)
 
 
 def build_ssh_plan(
@@ -115,11 +115,11 @@ def build_ssh_plan(
     return assemble_plan("ssh", resolved, run_path, planned, backend, *texts)
 
 
-def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
+def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> NodeTarget:
     offer, address = node.offer, node.facts.interface.address
     assert address is not None, "refused by `check_launch`"
     folder = f"{at_home(node_root(config.cluster), offer.home)}/runs/{run_id}"
-    return Site(
+    return NodeTarget(
         name=node.name,
         address=address,
         folder=folder,
@@ -178,14 +178,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     attention = config.attention if blocks is None else replace(config.attention, blocks_file=_absolute(blocks))
     ssh = replace(
         ssh,
-        identity_file=_own_file(ssh.identity_file),
-        config_file=_own_file(ssh.config_file),
-        known_hosts=_own_file(ssh.known_hosts),
+        identity_file=_local_file(ssh.identity_file),
+        config_file=_local_file(ssh.config_file),
+        known_hosts=_local_file(ssh.known_hosts),
     )
     return replace(config, data=data, attention=attention, cluster=replace(config.cluster, ssh=ssh))
 
 
-def _own_file(path: str | None) -> str | None:
+def _local_file(path: str | None) -> str | None:
     return path and str(Path(path).expanduser().absolute())
 
 
@@ -193,10 +193,10 @@ def _absolute(path: str) -> str:
     return path if not path or path.startswith(("/", "~")) else str(Path.cwd() / path)
 
 
-def own_folders(config: RunConfig, user: str) -> tuple[str, ...]:
+def separate_folders(config: RunConfig, user: str) -> tuple[str, ...]:
     """Folders that burst itself has named where others may write: who can write there could exchange checkpoints."""
     shared, folder = config.cluster.shared_folder, config.train.checkpoint.folder
-    return (folder,) if folder and shared and folder == shared_place(shared, user, "checkpoints") else ()
+    return (folder,) if folder and shared and folder == shared_subfolder(shared, user, "checkpoints") else ()
 
 
 def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
@@ -204,5 +204,5 @@ def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
     shared, settings = config.cluster.shared_folder, config.train.checkpoint
     if shared is None or settings.folder is not None:
         return config
-    settings = replace(settings, folder=shared_place(shared, user, "checkpoints"))
+    settings = replace(settings, folder=shared_subfolder(shared, user, "checkpoints"))
     return replace(config, train=replace(config.train, checkpoint=settings))

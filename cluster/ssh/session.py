@@ -289,10 +289,10 @@ class SshProcess(RemoteProcess):
         while not self._unread and not self._stdout.is_over:
             received = self._receive(deadline)
             self._unread = self._stdout.feed(received) if received else self._stdout.rest()
-            if not self._stdout.has_begun and self._stdout.noise_bytes > NOISE_BYTES:
+            if not self._stdout.has_started and self._stdout.noise_bytes > NOISE_BYTES:
                 raise self._not_run(f"more than {NOISE_BYTES >> 20} MiB came before the output of the command")
             if not received:
-                if not self._stdout.has_begun and not self._is_closed:
+                if not self._stdout.has_started and not self._is_closed:
                     futures.wait([self._drain], min(_LAST_WORDS_S, deadline.left_s))
                     raise self._not_run("the command did not run")
                 break

@@ -40,26 +40,26 @@ def encode_command(argv: Sequence[str], mark: str) -> bytes:
 class MarkedStream:
     """One output stream of a command, fed as it comes.
 
-    has_begun: the first mark came. is_over: the second one did, and `exit_code` is what it says; None: a signal ended
+    has_started: the first mark came. is_over: the second one did, and `exit_code` is what it says; None: a signal ended
     the command. noise_bytes: what came before the first mark; `noise` is its end.
     """
 
     def __init__(self, mark: str) -> None:
         self._mark, self._held = mark.encode("ascii"), b""
-        self.has_begun, self.is_over = False, False
+        self.has_started, self.is_over = False, False
         self.exit_code: int | None = None
         self.noise, self.noise_bytes = b"", 0
 
     def feed(self, data: bytes) -> bytes:
         """The output of the command in `data`, and in what was held back before."""
         self._held += data
-        if not self.has_begun:
+        if not self.has_started:
             self._skip_noise()
-        if not self.has_begun or self.is_over:
+        if not self.has_started or self.is_over:
             return b""
         at = self._held.find(self._mark)
         if at < 0:
-            return self._release(len(self._held) - self._begun_mark_bytes())
+            return self._release(len(self._held) - self._start_mark_bytes())
         found = _CODE.match(self._held, at + len(self._mark))
         if found is None:
             # The line is not complete yet; one that is too long was not written by the shell.
@@ -71,18 +71,18 @@ class MarkedStream:
 
     def rest(self) -> bytes:
         """At the end of a stream that broke off: what was held back because a mark might have begun there."""
-        return self._release(len(self._held)) if self.has_begun and not self.is_over else b""
+        return self._release(len(self._held)) if self.has_started and not self.is_over else b""
 
     def _skip_noise(self) -> None:
         at = self._held.find(self._mark + b"\n")
-        self.has_begun = at >= 0
-        size = at if self.has_begun else len(self._held) - self._begun_mark_bytes()
+        self.has_started = at >= 0
+        size = at if self.has_started else len(self._held) - self._start_mark_bytes()
         self.noise_bytes += size
         self.noise = (self.noise + self._release(size))[-_SHOWN_BYTES:]
-        if self.has_begun:
+        if self.has_started:
             self._held = self._held[len(self._mark) + 1 :]
 
-    def _begun_mark_bytes(self) -> int:
+    def _start_mark_bytes(self) -> int:
         """How many bytes at the end of what is held may be the beginning of a mark with its line end."""
         mark = self._mark + b"\n"
         return next((size for size in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:size])), 0)

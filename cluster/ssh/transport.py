@@ -209,7 +209,7 @@ def add_keys(keys: Sequence[ShownKey]) -> None:
     _rewrite(lambda lines: [*lines, *dict.fromkeys(line for line in new if line not in lines)])
 
 
-def forget_names(names: Sequence[str]) -> None:
+def clear_names(names: Sequence[str]) -> None:
     """Take the lines that are about one of `names` alone, as ours are, out of the trust store."""
     _rewrite(lambda lines: [line for line in lines if line.split(" ")[0] not in names])
 

@@ -1,8 +1,8 @@
 """What drivers say of GPUs and adapters: the kernel log since boot, `nvidia-smi -q -x`, the PCI bus.
 
-Fields of nvidia-smi keep their paths in the XML: who judges one names it, over generations of the driver. Three ways of
-not knowing stay apart, see `Gap`: a field that this GPU does not have, one that the driver left out, one that the
-driver could not read. Only the first is harmless.
+Fields of nvidia-smi keep their paths in the XML: who judges one names it, over driver generations. There are three
+reasons for a missing value, see `Unavailable`: a field that this GPU lacks, one that the driver left out, and one
+that the driver could not read. Only the first is harmless.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
 from cluster.survey.rdma import lanes, pci_path
-from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError, python_question
+from cluster.survey.section import NotApplicableError, Section, SectionState, UnreadableError, python_question
 
 RECENT_S = 86400.0
 _ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"
@@ -186,7 +186,7 @@ sys.exit(code)
 )
 
 
-class Gap(enum.Enum):
+class Unavailable(enum.Enum):
     """Why there is no value."""
 
     NOT_SUPPORTED = "N/A"
@@ -229,12 +229,12 @@ class Fields:
 
     element: Element
 
-    def look(self, *paths: str) -> str | Gap:
+    def look(self, *paths: str) -> str | Unavailable:
         """The text at the first of `paths` that is in the answer at all: names change with the driver."""
-        return next((word for word in map(self._word, paths) if word is not Gap.MISSING), Gap.MISSING)
+        return next((word for word in map(self._word, paths) if word is not Unavailable.MISSING), Unavailable.MISSING)
 
     def word(self, *paths: str) -> str:
-        """Like `look`. Raises AbsentError for what this GPU does not have, else UnreadableError."""
+        """Like `look`. Raises NotApplicableError for what this GPU does not have, else UnreadableError."""
         return needed(self.look(*paths))
 
     def number(self, *paths: str) -> float:
@@ -244,23 +244,25 @@ class Fields:
     def total(self, *paths: str) -> float:
         """The sum of what is there of `paths`. Raises where one cannot be read or none is there."""
         found = [_as_number(self._word(path)) for path in paths]
-        known = [value for value in found if not isinstance(value, Gap)]
-        gap = next((gap for gap in (Gap.UNREADABLE, Gap.NOT_SUPPORTED) if gap in found), Gap.MISSING)
-        return needed(sum(known) if known and gap is not Gap.UNREADABLE else gap)
+        known = [value for value in found if not isinstance(value, Unavailable)]
+        gap = next(
+            (gap for gap in (Unavailable.UNREADABLE, Unavailable.NOT_SUPPORTED) if gap in found), Unavailable.MISSING
+        )
+        return needed(sum(known) if known and gap is not Unavailable.UNREADABLE else gap)
 
-    def _word(self, path: str) -> str | Gap:
+    def _word(self, path: str) -> str | Unavailable:
         """The text at `path`; `N/A` of a parent holds for its children, too."""
         found = self.element.find(path)
         if found is None:
             parent, _, _ = path.rpartition("/")
-            outer = self._word(parent) if parent else Gap.MISSING
-            return outer if outer in (Gap.NOT_SUPPORTED, Gap.UNREADABLE) else Gap.MISSING
+            outer = self._word(parent) if parent else Unavailable.MISSING
+            return outer if outer in (Unavailable.NOT_SUPPORTED, Unavailable.UNREADABLE) else Unavailable.MISSING
         text = one_line(found.text or "")
         if not text and len(found):
-            return Gap.MISSING
+            return Unavailable.MISSING
         if _NOT_SUPPORTED.fullmatch(text):
-            return Gap.NOT_SUPPORTED
-        return Gap.UNREADABLE if _BROKEN.fullmatch(text) else text
+            return Unavailable.NOT_SUPPORTED
+        return Unavailable.UNREADABLE if _BROKEN.fullmatch(text) else text
 
 
 @dataclass(frozen=True)
@@ -370,24 +372,24 @@ def _message(text: str) -> SmiTrouble | None:
 def _process(info: Fields) -> GpuProcess:
     pid, kind, name = _as_number(info.look("pid")), info.look("type"), info.look("process_name")
     return GpuProcess(
-        0 if isinstance(pid, Gap) else int(pid),
-        "?" if isinstance(kind, Gap) else kind,
-        "?" if isinstance(name, Gap) else name,
+        0 if isinstance(pid, Unavailable) else int(pid),
+        "?" if isinstance(kind, Unavailable) else kind,
+        "?" if isinstance(name, Unavailable) else name,
     )
 
 
-def _as_number(word: str | Gap) -> float | Gap:
-    if isinstance(word, Gap):
+def _as_number(word: str | Unavailable) -> float | Unavailable:
+    if isinstance(word, Unavailable):
         return word
     found = _NUMBER.fullmatch(word)
-    return float(found[1]) if found else Gap.UNREADABLE
+    return float(found[1]) if found else Unavailable.UNREADABLE
 
 
-def needed(value: T | Gap) -> T:
-    """The value. Raises AbsentError for what this GPU does not have, UnreadableError for any other gap."""
-    if value is Gap.NOT_SUPPORTED:
-        raise AbsentError("not supported by this GPU")
-    if isinstance(value, Gap):
+def needed(value: T | Unavailable) -> T:
+    """The value. Raises NotApplicableError for what this GPU does not have, UnreadableError for any other gap."""
+    if value is Unavailable.NOT_SUPPORTED:
+        raise NotApplicableError("not supported by this GPU")
+    if isinstance(value, Unavailable):
         raise UnreadableError(value.value, remedy="compare with `nvidia-smi -q` on the node")
     return value
 

@@ -79,7 +79,7 @@ def survey_node(
     """
     deadline = time.monotonic() + timeout_s
     offset_s, error_s = _read_clock(connection, min(timeout_s, _CLOCK_TIMEOUT_S))
-    fence = new_fence()
+    fence = new_delimiter()
     given = {} if connection.host.python is None else {"BURST_PYTHON": connection.host.python}
     script = build_script(questions, fence, {**settings, **given})
     process = connection.start(["sh", "-s"])
@@ -98,7 +98,7 @@ def survey_here(
 ) -> NodeProbe:
     """The answer of this machine to `questions`, named after it."""
     name = socket.gethostname()
-    fence = new_fence()
+    fence = new_delimiter()
     trouble = ""
     # Files, not pipes: what hangs in the kernel may hold a pipe open for ever. A session of its own, so that all of it
     # can be ended; what runs under `timeout` ends by its own limit.
@@ -219,7 +219,7 @@ section() {
 """.replace("FIND_PYTHON", FIND_PYTHON)
 
 
-def new_fence() -> str:
+def new_delimiter() -> str:
     """A word that begins every line which cuts the answer; nothing a node prints can contain it by chance or intent."""
     return f"@@{secrets.token_hex(16)}"
 

@@ -157,7 +157,7 @@ class UnreadableError(ValueError):
         super().__init__(text)
 
 
-class AbsentError(Exception):
+class NotApplicableError(Exception):
     """What was to be looked at is not on this node, which needs none; the text says so."""
 
 

@@ -20,7 +20,7 @@ from engine.runs.process import process_start
 
 _END_S = 5.0
 # Paths below the fake root that stay the node's own: probes read them, and no hardware is fake there.
-_OWN = ("etc/nccl.conf", "proc/mounts", "proc/net")
+_NOT_FAKED = ("etc/nccl.conf", "proc/mounts", "proc/net")
 
 
 class Service(enum.StrEnum):
@@ -137,7 +137,7 @@ def lay_hardware(node: Node, faults: Iterable[str] = ()) -> None:
     """Put the files of the node's hardware, with these faults, in the place of those that are there."""
     files = hardware_files(node.testbed.spec.hardware, node.name, node.number, faults)
     if files:
-        files |= {f"root/{path}": FakeFile(link_to=f"/{path}") for path in _OWN}
+        files |= {f"root/{path}": FakeFile(link_to=f"/{path}") for path in _NOT_FAKED}
     places = {"root": node.fake, "bin": node.bin}
     for path in places.values():
         shutil.rmtree(path, ignore_errors=True)

@@ -32,14 +32,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
 from engine.activations.layer_call import LayerCall, LayerExecution
+from engine.activations.module_call import run_module
 from engine.activations.saved import offloaded
 from engine.activations.store import ActivationStore, DeviceStore, HostStore, SavedTensors
 from engine.attention.runtime import ForwardPass, PlannedAttention
+from engine.model.decoder import AttentionFn, Decoder
 from engine.model.dropout import Dropout
-from engine.model.llama import AttentionFn, LlamaModel, TransformerBlock
+from engine.model.llama import TransformerBlock
 
 
-def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> None:
+def apply_policies(model: Decoder, executions: Sequence[LayerExecution]) -> None:
     """Replace the forward of every layer by one that follows its `LayerExecution`, in place.
 
     Layers with a policy other than `none`, or with tiles, must then be called with attention that has a `runtime`
@@ -50,12 +52,14 @@ def apply_policies(model: LlamaModel, executions: Sequence[LayerExecution]) -> N
         executions: One per layer, in order.
     """
     model.activation_store = executions[0].store
-    for layer, execution in zip(model.layers, executions, strict=True):
-        assert isinstance(layer, TransformerBlock)
-        run = run_of(layer, execution)
+    for index, (layer, execution) in enumerate(zip(model.layers, executions, strict=True)):
+        if isinstance(layer, TransformerBlock):
+            run = run_of(layer, execution)
+        else:
+            run = functools.partial(run_module, layer, layer.forward, execution, model.routers_of(index))
         if run is not None:
             # Set on the instance: FSDP's hooks wrap the call, so weights are gathered before forward and backward.
-            layer.forward = run  # type: ignore[method-assign]
+            layer.forward = run
     for layer, before, execution in zip(model.layers[1:], executions, executions[1:], strict=False):
         if isinstance(before.store, HostStore) and execution.store is not before.store:
             layer.register_forward_hook(functools.partial(_wait_pending, before.store))
@@ -154,7 +158,7 @@ class _Group:
         hidden = self.records[0].fetch()["hidden"]
         for index, record in enumerate(self.records[:last]):
             # The weights of the last layer stay gathered: its own backward pass comes soon and needs them.
-            with _gathered(record.call.layer, keep=index == last - 1):
+            with _gathered(record.call.layer, leave_gathered=index == last - 1):
                 hidden = record.call.finish(hidden, record.call.local_out(hidden, record.fetch()))
             self._inputs[index + 1] = hidden
 
@@ -174,8 +178,8 @@ def _group_of(call: LayerCall, forward_pass: ForwardPass) -> _Group:
 
 
 @contextlib.contextmanager
-def _gathered(layer: TransformerBlock, *, keep: bool) -> Iterator[None]:
-    """Gather the layer's weights outside of its own forward and backward; `keep` leaves them gathered afterwards.
+def _gathered(layer: TransformerBlock, *, leave_gathered: bool) -> Iterator[None]:
+    """Gather the layer's weights outside its forward and backward; `leave_gathered` skips the reshard at the end.
 
     Collective over the FSDP group.
     """
@@ -184,7 +188,7 @@ def _gathered(layer: TransformerBlock, *, keep: bool) -> Iterator[None]:
         return
     layer.unshard()
     yield
-    if not keep:
+    if not leave_gathered:
         layer.reshard()
 
 

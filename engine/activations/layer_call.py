@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.activations.store import ActivationStore
 from engine.attention.executor import Execution
 from engine.attention.merge import backward_stats
-from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttention
+from engine.attention.runtime import AttentionRuntime, SavedAttention, SavedResults
 from engine.device.row_blocks import accumulate_dtype, spans
 from engine.model.dropout import Dropout
 from engine.model.llama import TransformerBlock
@@ -106,7 +106,7 @@ class LayerCall:
             # After a head exchange `saved.out` is that of other rows and heads; `finish` needs that of the local rows.
             return tensors if out is saved.out else tensors | {"local_out": out}
         if policy.kind != "full":
-            results = self.runtime.kept_of(saved)
+            results = self.runtime.saved_results(saved)
             tensors |= {"out": results.out, "lse": results.lse}
         return tensors
 
@@ -130,7 +130,7 @@ class LayerCall:
             q, k, v = self.project(hidden)
         else:
             q, k, v = (fold(part.detach()).contiguous() for part in projected)
-        results = KeptResults(tensors["out"], tensors["lse"]) if "out" in tensors else None
+        results = SavedResults(tensors["out"], tensors["lse"]) if "out" in tensors else None
         return self.runtime.attend_again((q, k, v), results, self.device)
 
     def local_out(self, hidden: Tensor, tensors: dict[str, Tensor]) -> Tensor:

@@ -176,8 +176,7 @@ class TensorArithmetic:
         """init, add (in dst's dtype, computed in the wider one), merge, copy, finish or stats."""
         late = self._late
         if late is not None:
-            # By identity: the executor hands out one dictionary per view.
-            if late.sums is dst.fields and op == "add" and src and dst.buffer.heads == src.buffer.heads:
+            if op == "add" and src and late.adds_to(dst) and dst.buffer.heads == src.buffer.heads:
                 self._late = None
                 add_kv(late.sums, late.gradients, src.fields, stores=late.stores)
                 return
@@ -247,11 +246,19 @@ class TensorArithmetic:
 
 
 class _KvGradients(NamedTuple):
-    """dk and dv that a tile is about to add to `sums` (a DKV buffer's fields), or to store there."""
+    """dk and dv of the last tile, which are not in `sums` (a DKV buffer's fields) yet.
+
+    They are added, or stored, before any other tile or op and at the end of the step. Only an op that adds to the very
+    same rows takes them along, so that memory is passed over once.
+    """
 
     sums: Fields
     gradients: Fields
     stores: bool
+
+    def adds_to(self, dst: Operand) -> bool:
+        """Whether `dst` is known to be the same rows; by identity, so not if the view was cut again meanwhile."""
+        return self.sums is dst.fields
 
 
 def _part_of(part: HeadSlices, fields: Mapping[str, Fields], *, copies: bool) -> dict[str, Fields]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from engine.attention.buffers import BufferPool
 from engine.attention.latent import LatentHeads
-from engine.attention.latent_attention import run_latent_attention
+from engine.attention.linear.sequence import LinearSequence
+from engine.attention.linear.spans import build_spans
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
 from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, StreamTransport
@@ -35,7 +36,7 @@ from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.layers import LayerAttention
 from engine.planning.program.ops import Channel, LatentShape
-from engine.planning.schedules.plan import plan_method
+from engine.planning.schedules.plan import channels_of, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
 from engine.resolve.decisions import Decision
@@ -193,7 +194,7 @@ class SequenceContext:
     @property
     def layout(self) -> Layout:
         """Which positions every rank holds."""
-        return self.blocks.home
+        return self.blocks.rank_layout
 
     @property
     def padded_len(self) -> int:
@@ -209,6 +210,26 @@ class SequenceContext:
     def positions(self) -> Tensor:
         """[T] int64 on the ranks' device; those from seq_len on are padding."""
         return torch.from_numpy(self.layout.positions(self.group.rank)).to(self.parallel.device)
+
+    @cached_property
+    def linear(self) -> LinearSequence:
+        """The sequences for linear attention, whose messages are counted with those of attention; sends nothing.
+
+        Raises ConfigError where the layout has no runs of consecutive positions, or layers have unlike documents.
+        """
+        documents = {layer.mask.documents for layer in self.layers}
+        if len(documents) > 1:
+            raise ConfigError(
+                f"documents: layers have {len(documents)} different lists of documents; linear attention needs one"
+            )
+        channels = channels_of(self.layers[0].method)
+        return LinearSequence(
+            build_spans(self.layout, documents.pop(), self.seq_len),
+            self.group.rank,
+            self.group.transport,
+            channels[0] if channels else None,  # each has all ranks of the group, and is idle between layers
+            self.parallel.device,
+        )
 
     @property
     def runtime(self) -> AttentionRuntime:
@@ -276,20 +297,20 @@ class SequenceContext:
                 f"gather: dimension {dim} of {tuple(local.shape)} has {local.shape[dim]} rows; expected this rank's "
                 f"{self.local_len}"
             )
-        own = local.detach().movedim(dim, 0).contiguous()
-        whole = own.new_empty(self.seq_len, *own.shape[1:])
-        for rank, part in enumerate(self._all_parts(own, max(rows))):
-            positions = torch.from_numpy(self.layout.positions(rank)).to(own.device)
+        rows_first = local.detach().movedim(dim, 0).contiguous()
+        whole = rows_first.new_empty(self.seq_len, *rows_first.shape[1:])
+        for rank, part in enumerate(self._all_parts(rows_first, max(rows))):
+            positions = torch.from_numpy(self.layout.positions(rank)).to(rows_first.device)
             real = positions < self.seq_len
             whole[positions[real]] = part[: rows[rank]][real]
         return whole.movedim(0, dim)
 
-    def _all_parts(self, own: Tensor, most_rows: int) -> list[Tensor]:
-        """`own` of every rank, each with at least its own rows."""
+    def _all_parts(self, local: Tensor, most_rows: int) -> list[Tensor]:
+        """`local` of every rank, each with at least its own rows."""
         if self.parallel.size == 1:
-            return [own]
-        sent = own.new_zeros(most_rows, *own.shape[1:])
-        sent[: len(own)] = own
+            return [local]
+        sent = local.new_zeros(most_rows, *local.shape[1:])
+        sent[: len(local)] = local
         parts = [torch.empty_like(sent) for _ in range(self.parallel.size)]
         dist.all_gather(parts, sent, group=self.parallel.process_group)
         return parts
@@ -369,84 +390,16 @@ def attention(
         "k": (k, (kv_heads, heads.head_dim)),
         "v": (v, (kv_heads, heads.v_dim)),
     }
-    problems = _input_problems(expected, context)
+    problems = input_problems(expected, context)
     if sinks is not None:
-        problems += _sink_problems(sinks, heads.num_heads, context.parallel.device)
+        problems += sink_problems(sinks, heads.num_heads, context.parallel.device)
     if problems:
         raise ValueError("attention: " + "; ".join(problems))
     with torch.autocast(kind, enabled=False):
         return context(q, k, v, layer, sinks)
 
 
-def latent_attention(
-    q: Tensor,
-    c: Tensor,
-    k_rope: Tensor,
-    weight: Tensor,
-    context: SequenceContext,
-    layer: int = 0,
-    *,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`attention` of keys and values that are expanded from latents: multi-head latent attention (DeepSeek-V2).
-
-    Head h has k = [W_k c + b_k, k_rope] and v = W_v c + b_v. Where `context.moves_latents(layer)`, c and k_rope travel
-    and are expanded tile by tile; else k and v are, before they do. The result is the same.
-
-    The gradients of weight, bias and sinks are this rank's shares: sum them over the ranks
-    (`ContextParallel.sum_gradients`, DDP, FSDP).
-
-    Args:
-        q: [B, T, H, head_dim] in the context's dtype, on its device, as c and k_rope.
-        c: [B, T, rank], the latents.
-        k_rope: [B, T, rope_dim], the last channels of every head's key, position included.
-        weight: [K * (head_dim - rope_dim + v_dim), rank], head by head: first W_k, then W_v.
-        context: Of layers whose heads have a `latent`.
-        layer: As of `attention`.
-        bias: [K * (head_dim - rope_dim + v_dim)], in the same order; None: there is none.
-        sinks: As of `attention`.
-
-    Raises:
-        ValueError: a tensor does not fit.
-    """
-    kind, heads = context.parallel.device.type, context.heads(layer)
-    if heads.latent is None:
-        raise ValueError(f"latent_attention: layer {layer} has {heads}; give ContextParallel, or heads, its latent")
-    if torch.is_autocast_enabled(kind):
-        q, c, k_rope = (x.to(torch.get_autocast_dtype(kind)) for x in (q, c, k_rope))
-    expected = {
-        "q": (q, (heads.num_heads, heads.head_dim)),
-        "c": (c, (heads.latent.rank,)),
-        "k_rope": (k_rope, (heads.latent.rope_dim,)),
-    }
-    problems = _input_problems(expected, context)
-    rows = heads.latent_heads.weight_shape
-    if tuple(weight.shape) != rows or (bias is not None and tuple(bias.shape) != rows[:1]):
-        given = tuple(weight.shape), None if bias is None else tuple(bias.shape)
-        problems.append(f"weight and bias have shapes {given[0]} and {given[1]}, expected {rows} and {rows[:1]}")
-    if sinks is not None:
-        problems += _sink_problems(sinks, heads.num_heads, context.parallel.device)
-    if problems:
-        raise ValueError("latent_attention: " + "; ".join(problems))
-    with torch.autocast(kind, enabled=False):
-        if context.moves_latents(layer):
-            latents, runtime = torch.cat([c, k_rope], -1), context.layer_runtime(layer)
-            return run_latent_attention(q, latents, weight, bias, runtime, heads.latent_heads, sinks)
-        return context(q, *_expanded(c, k_rope, weight, bias, heads), layer, sinks)
-
-
-def _expanded(
-    c: Tensor, k_rope: Tensor, weight: Tensor, bias: Tensor | None, heads: HeadShape
-) -> tuple[Tensor, Tensor]:
-    """k [B, T, K, head_dim] and v [B, T, K, v_dim]."""
-    flat = torch.nn.functional.linear(c, weight.to(c.dtype), None if bias is None else bias.to(c.dtype))
-    k_nope, v = flat.view(*c.shape[:2], heads.num_kv_heads, -1).tensor_split((heads.latent_heads.nope_dim,), -1)
-    rope = k_rope[:, :, None].expand(-1, -1, heads.num_kv_heads, -1)
-    return torch.cat([k_nope, rope], -1), v
-
-
-def _input_problems(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], context: SequenceContext) -> list[str]:
+def input_problems(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], context: SequenceContext) -> list[str]:
     """One sentence per tensor that does not fit; `tensors`: by name, with what follows [batch, rows] of its shape."""
     parallel = context.parallel
     problems = []
@@ -470,7 +423,7 @@ def _input_problems(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], conte
     return problems
 
 
-def _sink_problems(sinks: Tensor, num_heads: int, device: torch.device) -> list[str]:
+def sink_problems(sinks: Tensor, num_heads: int, device: torch.device) -> list[str]:
     """One sentence per property of learnable sinks that does not fit."""
     problems = []
     if tuple(sinks.shape) != (num_heads,):

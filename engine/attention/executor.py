@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.attention.transport import P2POp, Transport
-from engine.planning.program.ops import Buffer, LocalOp, RankPlan, Tile, Transfer, View
+from engine.planning.program.ops import Buffer, Kind, LocalOp, RankPlan, Tile, Transfer, View
 
-CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
+MAX_CACHED_CUTS = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous
 
 
@@ -30,7 +31,8 @@ class Arithmetic(Protocol):
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Compute one tile; `fields` has q, kv, sums and, in backward, kv_sums, cut to the tile's rows.
 
-        In one step the fields of a view are mostly the same object.
+        Fields of the same dictionary are the same rows. Different ones may be too: where many views are cut, a view is
+        cut again. So the identity of a dictionary may save work, and results must not depend on it.
         """
 
     def run_op(self, op: str, dst: Operand, src: Operand | None) -> None:
@@ -105,13 +107,9 @@ class Execution:
         return fields
 
     def _rows(self, view: View) -> Fields:
-        """Tensors of a view's rows.
-
-        Mostly the same dictionary for the same view (the arithmetic knows sums by identity), and the buffer's own for
-        all of its rows.
-        """
+        """Tensors of a view's rows; the buffer's own dictionary for all of them (see `Arithmetic.run_tile`)."""
         if view not in self._cut:
-            if len(self._cut) == CUTS_KEPT:
+            if len(self._cut) == MAX_CACHED_CUTS:
                 self._cut.clear()
             fields = self._buffer(view.buffer)
             if view.stop - view.start < self.plan.buffers[view.buffer].rows:
@@ -137,13 +135,17 @@ class Execution:
         return Operand(self.plan.buffers[view.buffer], self._rows(view))
 
     def _p2p_op(self, transfer: Transfer) -> P2POp:
-        tensors = self._wires.get(transfer.view) or self._wire(transfer.view)
         into: tuple[Tensor, ...] = ()
-        if transfer.source is not None:
-            into, tensors = tensors, self._wire(transfer.source)
+        if transfer.source is None:
+            tensors = self._wires.get(transfer.view) or self._wire(transfer.view)
+        else:
+            tensors, into = (self._wire(view, transfer.kind) for view in (transfer.source, transfer.view))
         return P2POp(transfer.tag, transfer.op, transfer.channel, transfer.peer, tensors, into)
 
-    def _wire(self, view: View) -> tuple[Tensor, ...]:
+    def _wire(self, view: View, kind: Kind | None = None) -> tuple[Tensor, ...]:
+        """The tensors of a view that travel; `kind`: those of its fields alone."""
+        if kind is not None:
+            return self._arithmetic.wire_fields(replace(self.plan.buffers[view.buffer], kind=kind), self._rows(view))
         if view not in self._wires:
             self._wires[view] = self._arithmetic.wire_fields(*self._operand(view))
         return self._wires[view]

@@ -26,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.context import HeadShape, SequenceContext, attention, latent_attention
+from engine.attention.context import HeadShape, SequenceContext, attention
+from engine.attention.latent_calls import latent_attention
 from engine.attention.library import ContextParallel
+from engine.attention.linear.hugging_face import find_linear_layers
+from engine.attention.linear.sequence import LinearSequence
 from engine.attention.model_calls import (
     AttentionCall,
     AttentionProbe,
@@ -37,6 +40,7 @@ from engine.attention.model_calls import (
     option_problems,
     run_probe,
 )
+from engine.attention.model_config import layer_windows, model_problems
 from engine.attention.model_latents import LatentCapture, find_latents, install_captures, with_latents
 from engine.config.errors import ConfigError
 from engine.config.settings import MaskKind
@@ -44,9 +48,8 @@ from engine.data.sampler import IGNORE_INDEX
 from engine.planning.visibility.mask import Mask
 
 IMPLEMENTATION = "burst_context_parallel"
-CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans
+MAX_CACHED_CONTEXTS = 8  # batches with other lengths or documents need other plans
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 LatentLayers = Mapping[int, tuple[nn.Module, LatentCapture]]
 
@@ -81,6 +84,19 @@ class ModelSequence:
         self.windows = windows
         self.position_ids = position_ids
         self.latents = latents
+
+    @property
+    def linear(self) -> LinearSequence:
+        """The sequences for the model's linear layers."""
+        return self.context.linear
+
+    def latent_capture(self, layer: int) -> LatentCapture | None:
+        """Return what hands a layer's latents on, where these travel; None: keys and values do."""
+        return self.latents[layer] if self.context.moves_latents(layer) else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return out [B, T, H, v_dim] of this rank's rows; arguments as of `attention`."""
+        return attention(q, k, v, self.context, layer, sinks)
 
 
 class ShardMask(Tensor):
@@ -118,7 +134,7 @@ class InputSharder:
         self._mask = mask
         self._windows = windows
         self._heads = heads
-        self._context = functools.lru_cache(maxsize=CONTEXTS_KEPT)(self._build_context)
+        self._context = functools.lru_cache(maxsize=MAX_CACHED_CONTEXTS)(self._build_context)
 
     def context(self, seq_len: int, documents: Sequence[int] = ()) -> SequenceContext:
         """The rows of this rank: `.shard` for further inputs, `.gather` for logits."""
@@ -150,7 +166,7 @@ class InputSharder:
             raise ValueError(f"shard_inputs: got input_ids {tuple(input_ids.shape)}{given}; expected [batch, seq_len]")
         batch, seq_len = input_ids.shape
         context = self.context(seq_len, documents)
-        rows = _document_positions(context, documents)
+        rows = document_positions(context.positions, context.seq_len, documents)[None]
         sequence = ModelSequence(context, self._windows, rows, self._latents)
         inputs = {**_decoder_inputs(context.shard(input_ids), rows.expand(batch, -1)), "sequence": sequence}
         if labels is not None:
@@ -191,8 +207,9 @@ def enable_context_parallel(
             f"model: got {type(model).__name__}, expected a transformers.PreTrainedModel; call this before the model "
             "is wrapped (DDP, compile), or use engine.attention.attention in a model of your own"
         )
-    problems = [*_model_problems(model)]
-    windows = _layer_windows(model.config)
+    linear = find_linear_layers(model)
+    problems = [*model_problems(model, linear), *(() if linear is None else linear.problems(parallel.method.layout))]
+    windows = layer_windows(model.config)
     if any(windows) and mask != "causal":
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
     _register(transformers)
@@ -201,10 +218,13 @@ def enable_context_parallel(
     if not problems:
         calls, latents, problems = _recorded_calls(model)
         heads = layer_heads(calls)
-        problems = problems or [*call_problems(calls, windows), *_head_problems(heads, parallel)]
+        silent_layers = () if linear is None else linear.layers
+        problems = problems or [*call_problems(calls, windows, silent_layers), *_head_problems(heads, parallel)]
     if problems:
         raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
-    model.set_attn_implementation(IMPLEMENTATION)
+    use_attention(model)
+    if linear is not None:
+        linear.add_checks(IMPLEMENTATION)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
@@ -222,6 +242,9 @@ def _recorded_calls(model: Any) -> tuple[list[AttentionCall], LatentLayers, list
     """
     before, experts = model.config._attn_implementation, model.config._experts_implementation
     device = next(model.parameters()).device
+    linear = find_linear_layers(model)
+    if linear is not None:
+        linear.replace_functions(ShardMask)
     model.set_attn_implementation(IMPLEMENTATION)
     if device.type == "meta" and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the router
@@ -263,6 +286,12 @@ def model_heads(model: nn.Module) -> tuple[HeadShape, ...]:
     if problems:
         raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
     return layer_heads(calls)
+
+
+def use_attention(model: Any) -> None:
+    """Make a transformers model call `attention_forward` for its attention, and `refuse_masks` for its masks."""
+    _register(_import_transformers())
+    model.set_attn_implementation(IMPLEMENTATION)
 
 
 def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
@@ -352,17 +381,16 @@ def attention_forward(
         problems.append(f"asks for sliding_window={sliding_window}, but by the model's config it is {window}")
     if problems:
         raise ValueError(f"{type(module).__name__}, layer {layer}: " + "; ".join(problems))
-    context = sequence.context
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if scaling is not None:
         factor = scaling * math.sqrt(query.shape[-1])  # kernels scale by 1/sqrt(D)
         q = q if math.isclose(factor, 1.0, rel_tol=1e-9) else q * factor
-    if not context.moves_latents(layer):
-        return attention(q, k, v, context, layer, s_aux), None
-    capture = sequence.latents[layer]
+    capture = sequence.latent_capture(layer)
+    if capture is None:
+        return sequence.attend(layer, q, k, v, s_aux), None
     c, k_rope = capture.take(module, len(q)), k[:, :, 0, q.shape[-1] - capture.shape.rope_dim :]
     weight, bias = capture.expansion.weight, capture.expansion.bias
-    return latent_attention(q, c, k_rope, weight, context, layer, bias=bias, sinks=s_aux), None
+    return latent_attention(q, c, k_rope, weight, sequence.context, layer, bias=bias, sinks=s_aux), None
 
 
 def refuse_masks(
@@ -388,23 +416,6 @@ def refuse_masks(
         raise ValueError("context parallelism: " + "; ".join(problems))
 
 
-def _model_problems(model: Any) -> Iterator[str]:
-    """One sentence per property of the model that would be computed wrongly and that its calls of attention hide."""
-    config = model.config
-    if not model._can_set_attn_implementation():
-        yield "its attention is not exchangeable (it does not use transformers.AttentionInterface)"
-    if config.get_text_config() is not config:
-        yield "it is not a language model made of attention layers alone; enable the text model of a larger one"
-        return
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if rate := _any_layer(config, name):
-            yield f"config.{name} is {rate}; attention over several ranks has no dropout, set 0"
-    for name in ("attn_logit_softcapping", "attention_chunk_size", "output_attentions", "output_router_logits"):
-        if value := _any_layer(config, name):
-            yield f"config.{name} is {value}, which context parallelism does not have"
-    yield from _sequence_problems(model)
-
-
 def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Iterator[str]:
     """Why the ranks cannot divide the heads of all layers."""
     shapes = list(dict.fromkeys(heads))
@@ -419,63 +430,13 @@ def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Ite
         yield from parallel.head_problems(shape)
 
 
-def _sequence_problems(model: Any) -> Iterator[str]:
-    """Parts of the model, besides attention, that look at more than one position."""
-    config = model.config
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
-    if others:
-        yield f"has layers of type {', '.join(others)}; only {' and '.join(_LAYER_TYPES)} can be divided"
-    mixing = sorted({type(part).__name__ for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase))})
-    if mixing:
-        yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Embedding) and part.padding_idx is not None and "position" in name.rpartition(".")[2]:
-            yield f"its position table {name} has a padding_idx: positions would not begin at {part.padding_idx + 1}"
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        yield f"its {type(model.base_model).__name__} takes no position_ids, and a rank's rows are not consecutive"
-    varying = sorted({"dynamic", "longrope"} & set(_rope_types(getattr(config, "rope_parameters", None))))
-    if varying:
-        yield f"its rope_type {varying[0]} depends on the longest position, which differs from rank to rank"
-    if getattr(model, "loss_type", None) not in (None, "ForCausalLM") or hasattr(model, "_loss_function"):
-        yield "its loss is not transformers' causal language modelling loss, which takes shifted labels"
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Kinds of rotary embedding in a config, which may hold one per type of layer."""
-    if isinstance(parameters, Mapping):
-        yield str(parameters.get("rope_type", "default"))
-        for value in parameters.values():
-            yield from _rope_types(value) if isinstance(value, Mapping) else ()
-
-
-def _layer_configs(config: Any) -> list[Any]:
-    """The config of every layer: one and the same, unless the model's layers differ in more than their types."""
-    if getattr(config, "is_heterogeneous", False):
-        return list(config.per_layer_config)
-    return [config] * int(config.num_hidden_layers)
-
-
-def _any_layer(config: Any, name: str) -> Any:
-    """A setting in the first layer where it is neither absent nor 0; None if there is none."""
-    return next((value for layer in _layer_configs(config) if (value := getattr(layer, name, None))), None)
-
-
-def _layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Sliding window in tokens of every layer, the token itself included; None: none."""
-    layers, types = _layer_configs(config), getattr(config, "layer_types", None)
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    if types is None:
-        return tuple(windows)
-    return tuple(window if kind == "sliding_attention" else None for window, kind in zip(windows, types, strict=False))
-
-
-def _document_positions(context: SequenceContext, documents: Sequence[int]) -> Tensor:
-    """Position [1, T] of every row in its document; those of padding are the last of the sequence."""
-    positions = context.positions.clamp(max=context.seq_len - 1)
-    if documents:
+def document_positions(positions: Tensor, seq_len: int, documents: Sequence[int]) -> Tensor:
+    """Return the position of every row in its document, [T]; those of padding are the last of the sequence."""
+    positions = positions.clamp(max=seq_len - 1)
+    if len(documents):
         starts = torch.tensor([int(start) for start in documents], device=positions.device)
         positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return positions[None]
+    return positions
 
 
 def _import_transformers() -> Any:

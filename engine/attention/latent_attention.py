@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.latent import LatentExpansion, LatentHeads
-from engine.attention.runtime import AttentionRuntime, KvOperand, SavedAttention, fold_sequences
+from engine.attention.runtime import (
+    AttentionRuntime,
+    KvOperand,
+    SavedAttention,
+    fold_sequences,
+    fold_sinks,
+    unfold_sequences,
+)
 from engine.attention.sinks import SinkGradients
 from engine.device.row_blocks import accumulate_dtype
 
@@ -128,11 +135,8 @@ def run_latent_attention(
 
     The gradients of weight, bias and sinks are this rank's shares.
     """
-    batch = q.shape[0]
-    if sinks is not None:
-        sinks = sinks.to(accumulate_dtype(q.dtype)).repeat(batch)
     folded, by_row = fold_sequences(q), latents.transpose(0, 1).contiguous()
     out: Tensor = _LatentAttention.apply(  # type: ignore[no-untyped-call]
-        folded, by_row, weight, bias, sinks, runtime, heads
+        folded, by_row, weight, bias, fold_sinks(sinks, q), runtime, heads
     )
-    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
+    return unfold_sequences(out, q.shape[0])

@@ -65,7 +65,7 @@ from engine.resolve.kv_form import latent_problem, select_kv_form
 from engine.resolve.legality import heads_problem
 from engine.resolve.run import ResolvedRun, resolve_run
 
-CONTEXTS_KEPT = 8  # batches with different documents need different plans
+MAX_CACHED_CONTEXTS = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 
@@ -172,6 +172,7 @@ class ContextParallel:
             device,
             getattr(torch, config.train.compute_dtype),
             config.model.head_dim,
+            v_dim=config.model.v_head_dim or config.model.head_dim,
             windows=any(kind in WINDOWED for kind in config.attention.mask_layers or (config.attention.mask,)),
             deterministic=config.train.deterministic,
             documents=config.attention.documents,
@@ -199,7 +200,8 @@ class ContextParallel:
         self._pattern: Sequence[LayerPattern] = layer_pattern(config, method)
         self.machine = None
         self.kv_form = "expanded"
-        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
+        v_dim = model.v_head_dim or model.head_dim
+        self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, v_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
         self.device = torch.device("cpu")
         self.kernel_choice = None
@@ -358,7 +360,7 @@ class ContextParallel:
         with self._planning:
             if key not in self._contexts:
                 self._contexts[key] = self._plan(key)
-                if len(self._contexts) > CONTEXTS_KEPT:
+                if len(self._contexts) > MAX_CACHED_CONTEXTS:
                     self._contexts.popitem(last=False)
             self._contexts.move_to_end(key)
             return self._contexts[key]

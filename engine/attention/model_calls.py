@@ -6,7 +6,7 @@ what the code does not do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,9 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionProbe:
-    """The `sequence` of a call of a model whose attention is to be recorded and not computed."""
+    """The `sequence` of a call of a model whose attention is to be recorded and not computed, nor are linear layers."""
+
+    linear = None
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -96,10 +98,15 @@ def option_problems(
             yield f"asks for {name}, which attention over several ranks does not have"
 
 
-def call_problems(calls: list[AttentionCall], windows: tuple[int | None, ...]) -> Iterator[str]:
-    """One sentence per kind of call that cannot be divided; `windows` of the layers by the model's config.
+def call_problems(
+    calls: list[AttentionCall], windows: tuple[int | None, ...], silent_layers: Collection[int] = ()
+) -> Iterator[str]:
+    """One sentence per kind of call that cannot be divided; layers with the same problem share a sentence.
 
-    Layers with the same problem share a sentence.
+    Args:
+        calls: Of one forward pass.
+        windows: Of the layers by the model's config.
+        silent_layers: Indexes of layers that have something else in the place of attention.
     """
     found: dict[str, list[int]] = {}
     first: dict[int, HeadShape] = {}
@@ -114,6 +121,6 @@ def call_problems(calls: list[AttentionCall], windows: tuple[int | None, ...]) -
             found.setdefault(problem, []).append(call.layer)
     for problem, layers in found.items():
         yield f"attention of layer {', '.join(map(str, sorted(set(layers))))} {problem}"
-    silent = sorted(set(range(len(windows))) - first.keys())
+    silent = sorted(set(range(len(windows))) - first.keys() - set(silent_layers))
     if silent:
         yield f"layer {', '.join(map(str, silent))} makes no call of transformers' AttentionInterface"

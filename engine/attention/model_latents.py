@@ -41,8 +41,8 @@ class LatentCapture:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the attention module: whether this call's latents travel."""
-        context = getattr(kwargs.get("sequence"), "context", None)
-        self._input, self._is_wanted = None, context is not None and context.moves_latents(self.layer)
+        capture_of = getattr(kwargs.get("sequence"), "latent_capture", None)
+        self._input, self._is_wanted = None, capture_of is not None and capture_of(self.layer) is self
 
     def hold(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Forward hook of the expansion: hold its input; the output takes no part in backward."""

@@ -28,34 +28,34 @@ class RankInfo:
 def all_gather_rank_info(
     group: dist.ProcessGroup | None, device: torch.device, settings: tuple[object, ...]
 ) -> list[RankInfo]:
-    """The places of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
+    """The `RankInfo` of all ranks of the world; ConfigError, on every rank alike, when they do not fit together."""
     if not dist.is_initialized():
         if group is not None:
             raise ConfigError("group: got a process group, but torch.distributed is not initialised")
         return [RankInfo((0,), socket.gethostname(), device_name(device), settings)]
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    own = RankInfo(tuple(ranks), socket.gethostname(), device_name(device), settings)
-    places: list[RankInfo] = gather_objects(own)
+    local = RankInfo(tuple(ranks), socket.gethostname(), device_name(device), settings)
+    infos: list[RankInfo] = gather_objects(local)
     problems = []
-    for rank, place in enumerate(places):
-        if rank not in place.ranks:
+    for rank, info in enumerate(infos):
+        if rank not in info.ranks:
             problems.append(
-                f"group: rank {rank} gave the group of ranks {list(place.ranks)}, to which it does not belong"
+                f"group: rank {rank} gave the group of ranks {list(info.ranks)}, to which it does not belong"
             )
-        for member in place.ranks:
-            if places[member].ranks != place.ranks:
+        for member in info.ranks:
+            if infos[member].ranks != info.ranks:
                 problems.append(
-                    f"group: rank {rank} shares its sequences with ranks {list(place.ranks)}, but rank {member} with "
-                    f"{list(places[member].ranks)}; every rank must give the one group that it belongs to"
+                    f"group: rank {rank} shares its sequences with ranks {list(info.ranks)}, but rank {member} with "
+                    f"{list(infos[member].ranks)}; every rank must give the one group that it belongs to"
                 )
-            elif places[member].settings != place.settings and member > rank:
+            elif infos[member].settings != info.settings and member > rank:
                 problems.append(
-                    f"settings: ranks {rank} and {member} share their sequences, but gave {place.settings} and "
-                    f"{places[member].settings}; give the same everywhere"
+                    f"settings: ranks {rank} and {member} share their sequences, but gave {info.settings} and "
+                    f"{infos[member].settings}; give the same everywhere"
                 )
     if problems:
         raise ConfigError(problems)
-    return places
+    return infos
 
 
 def find_topology(hosts: Sequence[str], nodes: int | None) -> Topology:

@@ -62,7 +62,7 @@ class KvOperand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptResults:
+class SavedResults:
     """Attention's out and lse of the last rows, as `SavedAttention` has them: those not computed again."""
 
     out: Tensor
@@ -79,7 +79,7 @@ class AttentionRuntime:
     transport: Transport
     wire_gradient_dtype: torch.dtype = torch.float32
     pool: BufferPool = field(default_factory=BufferPool)  # of the group: its layers run in turn
-    recompute: RankPlan | None = None  # forward again, for queries whose results were not kept
+    recompute: RankPlan | None = None  # forward again, for queries whose results were not saved
     recomputed_rows: int = 0  # first rows of the ring block that it computes
 
     @property
@@ -173,44 +173,44 @@ class AttentionRuntime:
     def attend_again(
         self,
         operands: tuple[Tensor, Tensor, Tensor],
-        kept: KeptResults | None,
+        results: SavedResults | None,
         device: torch.device,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, SavedAttention]:
-        """(out, what was saved) of the forward pass for contiguous q, k, v, given what was `kept` of them.
+        """Run forward again for contiguous q, k, v, given saved `results` of the last rows; (out, saved tensors).
 
-        `sinks` are those of the forward pass; kept results have them in them.
+        `sinks` are those of the forward pass; saved results include them.
         """
         q, k, v = operands
-        if self.recompute is None or kept is None:
+        if self.recompute is None or results is None:
             execution = self.forward_execution(q, k, v, device, sinks)
             execution.run()
             return self.collect(execution, q, k, v)
         joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
-        results = None if joins else self._completed(kept)
-        execution = self.execution(self.recompute, q, KvOperand.expanded(k, v), device, results, sinks)
+        completed = None if joins else self._completed(results)
+        execution = self.execution(self.recompute, q, KvOperand.expanded(k, v), device, completed, sinks)
         execution.run()
         out, saved = self.collect(execution, q, k, v)
         if joins:
             del execution, out  # and the partial result, before there is memory for all rows
-            saved = replace(saved, out=_joined(saved.out, kept.out), lse=_joined(saved.lse, kept.lse))
+            saved = replace(saved, out=_joined(saved.out, results.out), lse=_joined(saved.lse, results.lse))
             out = saved.out
         return out, saved
 
-    def kept_of(self, saved: SavedAttention) -> KeptResults:
+    def saved_results(self, saved: SavedAttention) -> SavedResults:
         """Results of the rows whose attention is not computed again; the views of more where the host holds them.
 
         On the host nothing is cut off: what is still on its way there must not be copied by the host.
         """
         first = 0 if self.on_host or self.recompute is None else self.recomputed_rows
-        return KeptResults(saved.out[first:], saved.lse[first:])
+        return SavedResults(saved.out[first:], saved.lse[first:])
 
-    def _completed(self, kept: KeptResults) -> Fields:
-        """Tensors of all rows with the kept ones in place."""
+    def _completed(self, results: SavedResults) -> Fields:
+        """Tensors of all rows with the saved ones in place."""
         rows = self.recomputed_rows
         if rows == 0 or self.on_host:
-            return {"out": kept.out, "lse": kept.lse}
-        return {name: _with_room(rows, tensor) for name, tensor in (("out", kept.out), ("lse", kept.lse))}
+            return {"out": results.out, "lse": results.lse}
+        return {name: _with_room(rows, tensor) for name, tensor in (("out", results.out), ("lse", results.lse))}
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, v_dim], what to save) after the forward pass ran."""
@@ -254,7 +254,7 @@ class AttentionRuntime:
             ring_dout = self.empty(saved.out.shape, saved.out.dtype, device or dout.device)
         arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "out": saved.out, "lse": saved.lse}
         # Where queries move, two numbers per row and head replace out: lse, and what rowsum(dout * out) follows from.
-        if self._has_stats:
+        if self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS:
             if stats is None and self.takes_stats:
                 stats = backward_stats(dout, saved.out, saved.lse)
             elif stats is None:  # after a head exchange the plan forms them
@@ -282,18 +282,24 @@ class _Attention(torch.autograd.Function):
     """Runs the two plans; every piece of state lives in the autograd context."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runtime: AttentionRuntime) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        runtime: AttentionRuntime,
+        results: SavedResults | None,
+    ) -> Tensor:
         device, num_kv_heads = q.device, k.shape[1]
         q, k, v = (runtime.stored(x) for x in (q, k, v))
-        execution = runtime.forward_execution(q, k, v, device, sinks)
-        execution.run()
-        out, saved = runtime.collect(execution, q, k, v)
+        out, saved = runtime.attend_again((q, k, v), results, device, sinks)
         ctx.save_for_backward(saved.q, saved.kv["k"], saved.kv["v"], saved.out, saved.lse, sinks)
         ctx.runtime, ctx.num_kv_heads = runtime, num_kv_heads
         return out.to(device, non_blocking=True)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         (q, k, v, out, lse, sinks), (dout,), runtime = ctx.saved_tensors, grad_outputs, ctx.runtime
         saved = SavedAttention(q, {"k": k, "v": v}, out, lse)
         device, stats = dout.device, None
@@ -311,11 +317,11 @@ class _Attention(torch.autograd.Function):
         # Cast on the device, for the same reason.
         found = {**execution.argument("dq"), **execution.argument("dkv")}
         dq, dk, dv = (found[n].to(device, non_blocking=True).to(dout.dtype) for n in ("dq", "dk", "dv"))
-        return dq, dk, dv, None if gradients is None else gradients.total, None
+        return dq, dk, dv, None if gradients is None else gradients.total, None, None
 
 
 class ForwardPass:
-    """What the layers of one forward pass hand to the next: the group of layers that share a kept input."""
+    """What the layers of one forward pass hand to the next: the group of layers that share a saved input."""
 
     def __init__(self) -> None:
         self.group: Any = None
@@ -338,32 +344,53 @@ class PlannedAttention:
         return run_attention(q, k, v, self.runtime, sinks)
 
 
-def run_attention(q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, sinks: Tensor | None = None) -> Tensor:
+def run_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runtime: AttentionRuntime,
+    sinks: Tensor | None = None,
+    results: SavedResults | None = None,
+) -> Tensor:
     """out [B, T, H, v_dim] of q [B, T, H, qk_dim], k [B, T, K, qk_dim] and v [B, T, K, v_dim]; sequences of a batch are
     folded into the heads.
 
     `sinks` [H] are learnable: one logit more per query head in the softmax's denominator. Their gradient is this rank's
-    share, to be summed over the ranks that share the sequences as that of any parameter.
+    share, to be summed over the ranks that share the sequences as that of any parameter. `results`: what
+    `record_attention` returned for equal operands, which is not computed again.
     """
     batch = q.shape[0]
     folded = [fold_sequences(x) for x in (q, k, v)]
-    if sinks is not None:  # head h of sequence b is number b * H + h
-        sinks = sinks.to(accumulate_dtype(q.dtype)).repeat(batch)
-    out: Tensor = _Attention.apply(*folded, sinks, runtime)  # type: ignore[no-untyped-call]
-    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
+    out: Tensor = _Attention.apply(*folded, fold_sinks(sinks, q), runtime, results)  # type: ignore[no-untyped-call]
+    return unfold_sequences(out, batch)
 
 
-def _joined(first: Tensor, kept: Tensor) -> Tensor:
-    """Recomputed first rows and the others, which were kept; no copy where either has none."""
-    if first.shape[0] and kept.shape[0]:
-        return torch.cat([first, kept])
-    return first if first.shape[0] else kept
+@torch.no_grad()
+def record_attention(
+    q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, sinks: Tensor | None = None
+) -> tuple[Tensor, SavedResults]:
+    """`run_attention` without a graph; also the results that need not be computed again when it is repeated."""
+    operands = (runtime.stored(fold_sequences(q)), runtime.stored(fold_sequences(k)), runtime.stored(fold_sequences(v)))
+    out, saved = runtime.attend_again(operands, None, q.device, fold_sinks(sinks, q))
+    return unfold_sequences(out.to(q.device, non_blocking=True), q.shape[0]), runtime.saved_results(saved)
 
 
-def _with_room(rows: int, kept: Tensor) -> Tensor:
+def fold_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """[H] -> [B * H] in the dtype of sums: head h of sequence b is number b * H + h."""
+    return None if sinks is None else sinks.to(accumulate_dtype(q.dtype)).repeat(q.shape[0])
+
+
+def _joined(first: Tensor, last: Tensor) -> Tensor:
+    """Recomputed first rows and the others, which were saved; no copy where either has none."""
+    if first.shape[0] and last.shape[0]:
+        return torch.cat([first, last])
+    return first if first.shape[0] else last
+
+
+def _with_room(rows: int, last: Tensor) -> Tensor:
     """A copy behind `rows` uninitialised rows."""
-    whole = kept.new_empty(rows + kept.shape[0], *kept.shape[1:])
-    whole[rows:].copy_(kept)
+    whole = last.new_empty(rows + last.shape[0], *last.shape[1:])
+    whole[rows:].copy_(last)
     return whole
 
 
@@ -372,3 +399,8 @@ def fold_sequences(x: Tensor) -> Tensor:
     head.
     """
     return x.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def unfold_sequences(out: Tensor, batch: int) -> Tensor:
+    """[T, B*H, D] -> [B, T, H, D], a view."""
+    return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)

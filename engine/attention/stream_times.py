@@ -69,16 +69,16 @@ class TransferTimes(Generic[Event]):
 
     def start(self) -> None:
         """From now on things count."""
-        self._forget()
+        self._reset()
         self.on = True
 
     def read(self) -> Times:
         """What came since `start`, and the end of counting. The device must have done all of it."""
         found = Times(self._bytes, self._sum(self._transfers), self._sum(self._waits))
-        self._forget()
+        self._reset()
         return found
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.on, self._bytes = False, 0
         self._transfers.clear()
         self._waits.clear()

@@ -141,7 +141,7 @@ class StreamTransport(Transport, Generic[Event]):
         self.copies = TransferTimes(clock)
         self.messages = TransferTimes(clock)
         self._done: dict[int, tuple[Event, TransferTimes[Event]]] = {}
-        self._held: dict[int, P2POp] = {}  # tensors in flight
+        self._in_flight: dict[int, P2POp] = {}  # keeps their tensors alive
 
     def post(self, ops: Sequence[P2POp]) -> None:
         """Start the transfers after what the compute stream has been given so far."""
@@ -149,7 +149,7 @@ class StreamTransport(Transport, Generic[Event]):
             if op.tag in self._done:
                 self.wait_pending()  # an earlier run broke off: the numbers begin anew
             self.meter.count(op)
-            self._held[op.tag] = op
+            self._in_flight[op.tag] = op
         ready = self._streams.record(None)
         for channel, members in by_channel(ops).items():
             self._streams.hold(channel, ready)
@@ -170,12 +170,12 @@ class StreamTransport(Transport, Generic[Event]):
                 event, times = waited = done
                 with times.wait():
                     self._streams.hold(None, event)
-            del self._held[message]
+            del self._in_flight[message]
 
     def wait_pending(self) -> None:
         """After a run that broke off: hold the compute stream until its transfers are done, and forget them."""
         self.wait(tuple(self._done))
-        self._held.clear()
+        self._in_flight.clear()
 
     def _start(self, channel: Channel, ops: Sequence[P2POp]) -> None:
         if channel in HOST_CHANNELS:

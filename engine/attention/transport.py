@@ -201,10 +201,10 @@ def by_channel(ops: Sequence[P2POp]) -> dict[Channel, list[P2POp]]:
     found: dict[Channel, list[P2POp]] = {}
     for op in ops:
         found.setdefault(op.channel, []).append(op)
-    return found if len(found) == 1 else {channel: found[channel] for channel in sorted(found, key=_PLACE.__getitem__)}
+    return found if len(found) == 1 else {channel: found[channel] for channel in sorted(found, key=_ORDER.__getitem__)}
 
 
-_PLACE = {channel: place for place, channel in enumerate(Channel)}
+_ORDER = {channel: order for order, channel in enumerate(Channel)}
 
 
 def make_channel_groups(

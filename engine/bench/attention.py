@@ -1,7 +1,7 @@
 """One rank of a measurement of attention: `python -m engine.bench.attention FOLDER`, with RANK in the environment.
 
-FOLDER holds the cell (`engine.bench.spec`) and is the same on all ranks, which meet there; rank 0 leaves the result in
-it: seconds of forward and backward, and the part that communication adds.
+FOLDER contains the cell (`engine.bench.spec`) and is shared by all ranks for their rendezvous; rank 0 writes the result
+to it: seconds of forward and backward, and the part added by communication.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from engine.training.rank.process import leave
 
 @dataclass
 class Contestant:
-    """A variant with its inputs and the seconds (slowest rank) of its calls by name, all equally long in the end."""
+    """A variant with its inputs, and the seconds (of the slowest rank) of each of its calls by name."""
 
     variant: str
     attention: ContextParallel
     silent: ContextParallel  # without communication
     inputs: list[Tensor]  # q, k, v, dout of this rank, [1, T, heads, D]
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank
+    sent: dict[str, int] = field(default_factory=dict)  # bytes that this rank sends in one call
 
 
 def measure(cell: AttentionCell, device: torch.device) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def measure(cell: AttentionCell, device: torch.device) -> dict[str, Any]:
 
 
 def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[Contestant], dict[str, str]]:
-    """(what can run here, the reason for what cannot); a refusal is the same on every rank.
+    """Return (variants that can run here, reason by name for all others), equal on every rank.
 
-    All share one set of channels: others would be threads that wake all the time, and slow down whatever is measured.
+    All variants share one transport: threads of further ones would wake up often and slow down the measured calls.
     """
     contestants, skipped = [], {}
     first = cell.run_config(cell.variants[0])
@@ -83,7 +83,7 @@ def global_inputs(shape: HeadShape, rows: int) -> list[Tensor]:
 
 
 def call(contestant: Contestant, device: torch.device, *, counts: bool) -> None:
-    """One forward and backward pass, and the same without communication; kept when it counts."""
+    """Run one forward and backward pass with and one without communication; record the times if `counts`."""
     attention, forward = contestant.attention, LinkBytes()
 
     def note_forward() -> None:
@@ -111,7 +111,7 @@ def timed_pass(
     device: torch.device,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds of forward, backward and total, of the slowest rank for each; q, k, v, dout are the inputs. Collective.
+    """Return seconds of forward, backward and total, each of the slowest rank, for inputs q, k, v, dout. Collective.
 
     `between` is called after forward and counts as forward.
     """

@@ -27,7 +27,7 @@ def measure_collectives(config: RunConfig, run: RunFolder, status: RankStatus) -
     placement = read_placement()
     with run_states(run, status, rank=placement.rank):
         status.phase = "start"
-        check_world(config.cluster, placement)  # with fewer ranks than requested the figures would be of something else
+        check_world(config.cluster, placement)  # fewer ranks than requested would measure another setup
         if placement.world_size < 2:
             raise ConfigError("collectives need two ranks: name two nodes or more, or set cluster.ranks_per_node=2")
         device = choose_device(config.cluster, placement)
@@ -41,11 +41,11 @@ def measure_collectives(config: RunConfig, run: RunFolder, status: RankStatus) -
 
 
 def sweep(device: torch.device, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
-    """Per operation and size the seconds of the slowest rank, and busbw as nccl-tests count it; collective."""
+    """Return per operation and size the seconds of the slowest rank, and busbw as in nccl-tests. Collective."""
     ranks = dist.get_world_size()
     watch, sizes = Stopwatch(device, _WINDOW_S), [size // (4 * ranks) * (4 * ranks) for size in sizes]
     rows = []
-    # Of what an operation sends, the share that crosses links: its busbw can be compared with the rate of a link.
+    # Share of the sent bytes that crosses links, so that busbw is comparable with the rate of a link.
     for name, share, prepare in (
         ("all_reduce", 2 * (ranks - 1) / ranks, lambda values: partial(dist.all_reduce, values)),
         ("all_to_all", (ranks - 1) / ranks, lambda x: partial(dist.all_to_all_single, torch.empty_like(x), x)),
@@ -59,9 +59,9 @@ def sweep(device: torch.device, sizes: Sequence[int] = SIZES) -> list[dict[str, 
 
 
 def exchange_pairs(device: torch.device, per_node: int) -> list[dict[str, Any]]:
-    """Per pair of nodes what their slowest ranks send to each other, in both directions; disjoint pairs run together.
+    """Return the bandwidth of the slowest ranks per pair of nodes, both directions; disjoint pairs run concurrently.
 
-    Every rank talks to the one in its place on the other node. Collective.
+    Every rank exchanges messages with the same local rank of the other node. Collective.
     """
     watch, rows = Stopwatch(device, _WINDOW_S), []
     own, seat = divmod(dist.get_rank(), per_node)
@@ -77,9 +77,9 @@ def exchange_pairs(device: torch.device, per_node: int) -> list[dict[str, Any]]:
 
 
 def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `count` nodes exactly once, in rounds in which no node is part of two pairs.
+    """Return every pair of `count` nodes exactly once, in rounds in which every node is part of one pair at most.
 
-    The way of round-robin tournaments: the first stays, the others move on by one place.
+    As in a round-robin tournament: the first node is fixed, the others rotate by one position.
 
         round 0: 0-3 1-2    round 1: 0-2 1-3    round 2: 0-1 2-3
     """

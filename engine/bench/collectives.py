@@ -9,7 +9,7 @@ from engine.training.rank.process import RankStatus
 
 
 def measure(run: RunFolder, status: RankStatus) -> None:
-    """Everything this rank does."""
+    """Run the measurement on this rank."""
     config = load_config(run.path / "config.yaml")
     status.phase = "import torch"
     from engine.bench.collective_times import measure_collectives  # here, so that a failing import is this rank's error

@@ -1,8 +1,8 @@
 """One rank of a measurement of this machine: `python -m engine.bench.machine FOLDER`, with RANK in the environment.
 
-All ranks do the same at the same time, as they do in training: what ranks share (cores, memory, links) each has a part
-of here as there. What the engine adds to the machine's own rates is measured by running the engine: a layer, the loss,
-an update, and whole steps of a model so small that nothing else takes time.
+All ranks run the same operations at the same time, as in training, so each has the same part of shared cores, memory
+and links. Overheads of the engine are measured by running it: a layer, the loss, an update, and whole steps of a model
+so small that nothing else takes time.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 
 _PRODUCT_ROWS = {"cpu": 512, "cuda": 8192}  # at least: with 1,024 a product of that side shows an H200's launches
 _LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (2048, 8192, 32768)}
 _MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
-_HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
-_LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
-_WIDE = {"cpu": 512, "cuda": 4096}  # of the two layers that are updated, and of products beside a message
-_SHARED = 1.5  # a rank that sends alone is so much faster: then its node has one link
-_NO_LINK = (1e-6, 1e10)  # seconds, bytes per second: of a rank that has nobody to send to
+_HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the measured layer
+_LAYERS = (1, 5)  # of the tiny models whose steps measure the overhead of the host
+_WIDE = {"cpu": 512, "cuda": 4096}  # width of the two updated layers, and of products that overlap a message
+_SHARED = 1.5  # if a rank that sends alone is faster by this factor, its node has one link
+_NO_LINK = (1e-6, 1e10)  # seconds, bytes per second: of a rank without a peer
 
 
 def measure(cell: MachineCell, device: torch.device) -> dict[str, Any]:
-    """The profile of this machine; collective over all ranks."""
+    """Return the profile of this machine. Collective over all ranks."""
     torch.manual_seed(0)
     machine, series = measure_machine(cell, Stopwatch(device, cell.window_s))
     found = {**environment(device), "setup": vars(cell.setup), "shape": vars(cell.shape), "series": series}
@@ -60,7 +60,7 @@ def measure(cell: MachineCell, device: torch.device) -> dict[str, Any]:
 
 
 def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[str, Series]]:
-    """(the machine, what was measured by size); collective over all ranks."""
+    """Return (machine, measured series by name). Collective over all ranks."""
     device = watch.device
     products = _products(watch, cell)
     forward, backward, block_rows = _tiles(watch, cell)
@@ -96,7 +96,7 @@ def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[
 
 
 def _products(watch: Stopwatch, cell: MachineCell) -> Series:
-    """FLOP/s of a linear layer of [side, side], forward and both gradients, by its side."""
+    """Return FLOP/s of a linear layer [side, side], forward and both gradients, by its side."""
 
     def prepare(side: int) -> Callable[[], object]:
         x, weight = _noise(watch.device, cell, max(side, least), side), _noise(watch.device, cell, side, side)
@@ -108,7 +108,7 @@ def _products(watch: Stopwatch, cell: MachineCell) -> Series:
 
 
 def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
-    """(FLOP/s forward, backward by rows of a square tile without a mask, rows of a kernel's block)."""
+    """Return (forward, backward FLOP/s by rows of a square tile without a mask, rows of a kernel's block)."""
     shape, forward, backward = cell.shape, list[tuple[float, float]](), list[tuple[float, float]]()
     tiny = cell.run_config(layers=1)
     mesh = build_mesh(tiny.parallel, tiny.cluster)
@@ -126,7 +126,7 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
 
 
 def _tile_seconds(watch: Stopwatch, kernel: TileKernel, cell: MachineCell, band: Band) -> tuple[float, float]:
-    """(forward, backward) of a square tile."""
+    """Return (forward, backward) seconds of a square tile."""
     heads = (cell.shape.num_heads, cell.shape.num_kv_heads, cell.shape.num_kv_heads)
     q, k, v = (_noise(watch.device, cell, band.num_queries, count, cell.shape.head_dim).detach() for count in heads)
     out, lse = kernel.forward(q, k, v, band)
@@ -138,21 +138,21 @@ def _tile_seconds(watch: Stopwatch, kernel: TileKernel, cell: MachineCell, band:
 
 
 class _NoAttention(torch.autograd.Function):
-    """q in place of attention's result; every operand gets its gradient, so that no product is left out."""
+    """Attention replaced by its input q; every operand gets a gradient, so that no product is left out."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q."""
+        """Return q."""
         return q.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dout three times."""
+        """Return dout as the gradient of all three operands."""
         return dout, dout, dout
 
 
 def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) -> Series:
-    """Bytes per second of what a layer does beside its products and attention, by the bytes of its input."""
+    """Return bytes per second of the elementwise operations of a layer, by the bytes of its input."""
     model = cell.model(_HIDDEN[watch.device.type], layers=1)
     dtype: torch.dtype = getattr(torch, cell.shape.dtype)
     block = TransformerBlock(model).to(device=watch.device, dtype=dtype)
@@ -167,7 +167,7 @@ def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) 
     def figure(rows: int, seconds: float) -> float:
         products_s = sum(6 * rows * w.numel() / rate(min(rows, *w.shape)) for w in weights if w.ndim == 2)
         moved = 3 * layer_numbers(model) * rows * dtype.itemsize
-        # Under noise the products alone may seem to take all of it.
+        # Because of noise the products alone may seem to take the whole time.
         return moved / max(seconds - products_s, products_s / 20)
 
     by_rows = watch.by_size(_LAYER_ROWS[watch.device.type], prepare, figure)
@@ -175,8 +175,9 @@ def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) 
 
 
 def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: bool = False) -> Series:
-    """Seconds of a message by its bytes, all ranks sending at once, or one of each node; nothing where there is no such
-    link.
+    """Return seconds of a message by its bytes; empty without such a link.
+
+    All ranks send at the same time, or, with `one_per_node`, one rank of each node.
     """
     idles = one_per_node and dist.get_rank() % cell.setup.local_ranks > 0
 
@@ -190,7 +191,7 @@ def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: b
 
 
 def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None]:
-    """An exchange with the next rank of the node, or the one in this place of the next node, and the one before."""
+    """Return a call that exchanges messages with the next and the previous rank of the node, or of the next nodes."""
     local_ranks, rank, size = setup.local_ranks, dist.get_rank(), dist.get_world_size()
     place = rank - rank % local_ranks
     after, before = (
@@ -200,7 +201,7 @@ def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None
 
 
 def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
-    """Of the seconds of a message, what products that run meanwhile lose: its copies take cores, or multiprocessors."""
+    """Return the share of a message's seconds that concurrent products lose to its copies (cores or SMs)."""
     if cell.setup.local_ranks == 1:
         return 0.0
     ring = _neighbours(cell.setup, "intra", torch.zeros(1 << 21, dtype=torch.uint8, device=watch.device))
@@ -219,7 +220,7 @@ def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
 
 
 def _affine(times: Series) -> tuple[float, float]:
-    """(seconds of a message without bytes, bytes per second after that): least squares of relative errors."""
+    """Return (latency in seconds, bytes per second), fitted by least squares of relative errors."""
     if not times:
         return _NO_LINK
     sizes, seconds = np.array(times).T
@@ -228,14 +229,14 @@ def _affine(times: Series) -> tuple[float, float]:
 
 
 def with_overheads(watch: Stopwatch, cell: MachineCell, machine: Machine) -> Machine:
-    """`machine` with what steps of a tiny model take beyond its prediction, by layer and by step."""
+    """Return `machine` with overheads per layer and per step: the seconds of a tiny model beyond its prediction."""
     few, many = (_beyond_prediction(watch, cell.run_config(layers), machine) for layers in _LAYERS)
     layer_s = max(0.0, (many - few) / (_LAYERS[1] - _LAYERS[0]))
     return replace(machine, layer_overhead_s=layer_s, step_overhead_s=max(0.0, few - _LAYERS[0] * layer_s))
 
 
 def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) -> float:
-    """Seconds of a real step, less those that are predicted."""
+    """Return the seconds of a real step minus the predicted ones."""
     step, resolved = _train_step(config)
     tokens = np.zeros((1, config.train.seq_len), dtype=np.int64)
     batch = Batch(tokens, tokens, (np.zeros(1, dtype=np.int64),))
@@ -244,7 +245,7 @@ def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) ->
 
 
 def _update(watch: Stopwatch, cell: MachineCell) -> float:
-    """Bytes per second of clipping and AdamW over this rank's shards."""
+    """Return bytes per second of clipping and AdamW over this rank's shards."""
     config = cell.run_config(2, _WIDE[watch.device.type])
     step, _ = _train_step(config)
     weights = [weight for weight in step.model.parameters() if weight.requires_grad]
@@ -265,7 +266,7 @@ def _train_step(config: RunConfig) -> tuple[TrainStep, ResolvedRun]:
 
 
 def _host_copies(watch: Stopwatch) -> Series:
-    """Seconds of a copy from pinned memory by its bytes; a CPU's memory is the host's."""
+    """Return seconds of a copy from pinned memory by its bytes; empty on a CPU."""
 
     def prepare(size: int) -> Callable[[], object]:
         source = torch.zeros(size, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
@@ -276,14 +277,14 @@ def _host_copies(watch: Stopwatch) -> Series:
 
 
 def _rate(name: str, series: Series) -> dict[str, Any]:
-    """Fields of a Machine: the largest rate, and what share of it each size reaches."""
+    """Return fields of a Machine: the largest rate, and the share of it at each size."""
     largest = max(rate for _, rate in series)
     shares = tuple((size, rate / largest) for size, rate in series)
     return {f"{name}_per_s": largest, f"{name.partition('_')[0]}_shares": shares}
 
 
 def _link(name: str, times: Series) -> dict[str, Any]:
-    """Fields of a Machine: what messages take."""
+    """Return fields of a Machine: latency and rate of a link."""
     return dict(zip((f"{name}_latency_s", f"{name}_bytes_per_s"), _affine(times), strict=True))
 
 

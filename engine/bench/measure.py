@@ -1,6 +1,6 @@
 """Measures calls on all ranks: rendezvous, interleaved rounds, and the times of the slowest rank.
 
-And the facts without which a figure means nothing: machine, load, versions.
+Also collects the facts that every figure is recorded with: machine, load, versions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.distributed.mesh import choose_device, read_placement, start_process
 from engine.runs.record import cpu_name, output_of, version_of
 
 _TIMEOUT = datetime.timedelta(minutes=10)
-_WINDOWS = 3  # that a median is of
-_LONG_WINDOWS = 10  # a call that takes so many windows is measured once, and no larger one is
+_WINDOWS = 3  # measured windows per median
+_LONG_WINDOWS = 10  # a call of this many windows is measured once, and no larger size is measured
 
 Item = TypeVar("Item")
 Series = list[tuple[float, float]]  # (size, seconds) or (size, rate), sizes ascending
@@ -77,7 +77,7 @@ class Stopwatch:
     window_s: float
 
     def is_long(self, seconds: float) -> bool:
-        """Whether no larger size shall be measured after a call of so many."""
+        """Return whether no larger size is measured after a call of `seconds`."""
         return seconds > _LONG_WINDOWS * self.window_s
 
     def seconds(self, call: Callable[[], object]) -> float:
@@ -86,7 +86,7 @@ class Stopwatch:
 
     def by_rank(self, call: Callable[[], object]) -> list[float]:
         """Return the times of all ranks. Collective."""
-        self._window(call, 1)  # connections are made, and kernels chosen, at the first use
+        self._window(call, 1)  # the first call opens connections and selects kernels
         once = self._window(call, 1)
         if self.is_long(max(once)):
             return once
@@ -100,7 +100,7 @@ class Stopwatch:
         prepare: Callable[[int], Callable[[], object]],
         figure: Callable[[int, float], float] = lambda size, seconds: seconds,
     ) -> Series:
-        """The figure that a size and the seconds of its call give, by size, up to one that takes long. Collective."""
+        """Return (size, figure) for every size, up to the first whose call is long. Collective."""
         found: Series = []
         for size in sizes:
             seconds = self.seconds(prepare(size))
@@ -122,7 +122,7 @@ class Stopwatch:
 
 
 def run_rank(kind: type[Item], argv: Sequence[str], measure: Callable[[Item, torch.device], dict[str, Any]]) -> int:
-    """Everything a rank does for the folder that `argv` names, where all meet: rank 0 leaves what `measure` found."""
+    """Run one rank: join the rendezvous in the folder of `argv`, measure; rank 0 writes the result to the folder."""
     (folder,) = map(Path, argv)
     cell: Any = read_cell(kind, folder)
     torch.set_num_threads(cell.setup.threads)
@@ -133,13 +133,13 @@ def run_rank(kind: type[Item], argv: Sequence[str], measure: Callable[[Item, tor
     found = measure(cell, device)
     if placement.rank == 0:
         (folder / RESULT_FILE).write_text(json.dumps(found))
-    dist.barrier()  # rank 0 holds the store that the others' watchdogs ask until they leave
+    dist.barrier()  # rank 0 hosts the store that the watchdogs of other ranks read until they exit
     dist.destroy_process_group()
     return 0
 
 
 def exchange(sent: Tensor, after: int, before: int) -> Callable[..., None]:
-    """A call that sends to one rank and receives as much from another; it may be given what is done meanwhile."""
+    """Return a call that sends to one rank and receives as much from another; its argument runs concurrently."""
     received = torch.empty_like(sent)
 
     def run(meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -153,8 +153,9 @@ def exchange(sent: Tensor, after: int, before: int) -> Callable[..., None]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Date, device, cores, threads of this process, load, platform and versions, as plain values; of a GPU its driver,
-    clocks and libraries, too.
+    """Return date, device, cores, threads, load, platform and versions as plain values.
+
+    For a GPU also its driver, clocks and libraries.
     """
     cpu = f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
     return {
@@ -174,7 +175,7 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
     """Return what torch and nvidia-smi report about the GPU, and versions of the kernel libraries."""
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    # nvidia-smi's numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie.
+    # Indexes of nvidia-smi ignore CUDA_VISIBLE_DEVICES, so devices are identified by UUID.
     query, uuid = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu", properties.uuid
     return {
         "gpu": str(properties),

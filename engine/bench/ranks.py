@@ -20,14 +20,14 @@ from engine.runs.process import die_with_parent
 from engine.runs.record import python_path
 
 _POLL_S = 0.05
-# Peers of a failed rank fail too, a moment later; what they say is an echo.
+# Peers of a failed rank fail a moment later; their errors are consequences.
 _FAILURE_GRACE_S = 2.0
 _TAIL_LINES = 15
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What every rank runs: `python -m MODULE FOLDER`, started by `command`.
+    """The program of every rank: `python -m MODULE FOLDER`, started by `command`.
 
     In `command` {rank}, {node} and {local_rank} are replaced, e.g. ("ip", "netns", "exec", "bench{rank}"); empty: the
     processes are children on this machine as it is.
@@ -49,9 +49,9 @@ class RankProgram:
 
 
 def measure_cell(cell: Any, program: RankProgram) -> dict[str, Any]:
-    """What rank 0 of the ranks of the cell's `setup` wrote about it.
+    """Run the ranks of the cell's `setup` and return the result that rank 0 wrote.
 
-    RunError says which rank failed and its last words. Whatever happens, Ctrl-C included, no rank is alive afterwards.
+    Raises RunError with the failed rank and the end of its log. All ranks have exited on return, even after Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="burst-bench-") as name:
         folder = Path(name)
@@ -62,7 +62,7 @@ def measure_cell(cell: Any, program: RankProgram) -> dict[str, Any]:
 
 
 def run_ranks(program: RankProgram, setup: RankSetup, folder: Path) -> None:
-    """Run the program on all ranks until all have ended well; else kill what is left and raise RunError."""
+    """Run the program on all ranks until all succeed; on a failure kill the rest and raise RunError."""
     commands = [program.argv(rank, setup, folder) for rank in range(setup.ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -104,7 +104,7 @@ def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> su
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is this process's, which then kills the ranks
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then kills the ranks
                 # Safe here: no other thread runs, and the function only makes one system call.
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL),
             )

@@ -26,7 +26,7 @@ Backend = Literal["auto", "nccl", "gloo"]
 
 @dataclass(frozen=True)
 class RankSetup:
-    """The processes that measure: `ranks` of them on `nodes` (pretended, unless started elsewhere), threads each."""
+    """The measuring processes: `ranks` of them on `nodes` (emulated on this machine by default), threads per rank."""
 
     ranks: int
     nodes: int = 1
@@ -35,12 +35,12 @@ class RankSetup:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks per node."""
+        """The number of ranks per node."""
         return self.ranks // self.nodes
 
     @property
     def cluster(self) -> ClusterConfig:
-        """Its part of a configuration."""
+        """The cluster settings of this setup."""
         return ClusterConfig(ranks_per_node=self.ranks, topology_nodes=self.nodes, backend=self.backend)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of the attention that is measured and the number format of q, k, v."""
+    """Heads of the measured attention, and the dtype of q, k, v."""
 
     num_heads: int
     num_kv_heads: int
@@ -83,7 +83,7 @@ class AttentionCell:
     rounds: Rounds
 
     def run_config(self, variant: str) -> RunConfig:
-        """The configuration of a variant in this cell, checked by every rule; ConfigError with all broken ones."""
+        """Return the checked configuration of a variant in this cell. Raises ConfigError with all violated rules."""
         shape, setup = self.shape, self.setup
         config = RunConfig(
             model=ModelConfig(num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),
@@ -96,7 +96,7 @@ class AttentionCell:
         return config
 
     def legal_variants(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """(variants that this cell can measure, the reason for every other one)."""
+        """Return (variants that this cell can measure, reason by name for all others)."""
         legal, skipped = [], {}
         for variant in self.variants:
             try:
@@ -110,17 +110,17 @@ class AttentionCell:
 
 @dataclass(frozen=True)
 class MachineCell:
-    """This machine, as ranks see it that work at the same time; `window_s`: of a series of equal calls."""
+    """A measurement of this machine by concurrent ranks; `window_s`: duration of a series of equal calls."""
 
     setup: RankSetup
     shape: HeadShape
     window_s: float
 
     def model(self, hidden_size: int, layers: int) -> ModelConfig:
-        """A model of this width, its heads as wide as those that are measured."""
+        """Return a model of this width with the measured head size."""
         heads = max(1, hidden_size // self.shape.head_dim)
         return ModelConfig(
-            vocab_size=256,  # whose messages take no time
+            vocab_size=256,  # so small that its messages take no time
             hidden_size=hidden_size,
             ffn_hidden_size=8 * hidden_size // 3,
             num_layers=layers,
@@ -130,7 +130,7 @@ class MachineCell:
         )
 
     def run_config(self, layers: int, hidden_size: int | None = None) -> RunConfig:
-        """A training run, checked by every rule; without a width nothing in it takes time but what the host does."""
+        """Return a checked training run; without `hidden_size` so small that only the host takes time."""
         setup = self.setup
         config = RunConfig(
             model=self.model(hidden_size or self.shape.head_dim, layers),
@@ -146,7 +146,7 @@ CellT = TypeVar("CellT")
 
 
 def split_point(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, fields) of NAME[:FIELD=VALUE]...; values are read as YAML scalars."""
+    """Parse NAME[:FIELD=VALUE]... into (name, fields); values are YAML scalars."""
     name, *parts = text.split(":")
     fields = {}
     for part in parts:
@@ -158,7 +158,7 @@ def split_point(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_attention(variant: str, mask: str) -> AttentionConfig:
-    """The attention configuration of a variant under a mask; raises ConfigError with every mistake."""
+    """Return the attention settings of a variant under a mask. Raises ConfigError with every mistake."""
     preset, fields = split_point(variant)
     if preset not in PRESETS:
         raise ConfigError(f"bench: {preset!r} is no preset of attention; legal: {', '.join(PRESETS)}")

@@ -10,13 +10,17 @@ parameters, is an integer in the manifest instead of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.distributed.collectives import sum_over_ranks
+from engine.model.decoder import has_frozen_weights, persistent_buffers
 from engine.optim.adamw import local_part, set_learning_rate
 from engine.parallel.fsdp import release_gathered_weights
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
@@ -24,6 +28,7 @@ from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "model."
 _SHOWN = 4
+_MODULUS = 2**48  # sums over ranks stay below 2**63
 
 
 @dataclass
@@ -99,9 +104,40 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trai
 
 
 def weight_tensors(model: nn.Module) -> TrainingTensors:
-    """Return the trained weights of a model alone; `check` then ignores the rest of a checkpoint."""
-    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return TrainingTensors(model, None, {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in named})
+    """Return the trained weights of a model, and its buffers that are no function of its config.
+
+    `check` then ignores the rest of a checkpoint.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Adapters on frozen weights go with the buffers of the model that these come from.
+    named = trained if has_frozen_weights(model) else {**trained, **persistent_buffers(model)}
+    return TrainingTensors(model, None, {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()})
+
+
+@torch.no_grad()
+def frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the parameters that are not trained, equal for every sharding. Collective over all ranks.
+
+    The bits of all elements are added up as integers, which has no rounding and no order, times a number that belongs
+    to the parameter's name.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not _counts_here(parameter):
+            continue
+        factor = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") | 1
+        bits = int(local_part(parameter.detach()).view(torch.int32).sum(dtype=torch.int64))
+        total = (total + factor * bits) % _MODULUS
+    parts = torch.tensor([total], dtype=torch.int64, device=next(model.buffers(), torch.empty(0)).device)
+    return f"{int(sum_over_ranks(parts)) % _MODULUS:016x}"
+
+
+def _counts_here(parameter: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same shard."""
+    if not isinstance(parameter, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinates: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
+    return all(at == 0 for at, place in zip(coordinates, parameter.placements, strict=True) if place.is_replicate())
 
 
 def _described(tensor: Tensor) -> str:

@@ -30,7 +30,7 @@ class SshConfig:
     port: int | None = setting(None, "port of sshd; null: as ssh", at_least=1, at_most=65535)
     identity_file: str | None = setting(None, "private key; null: as ssh")
     jump: str | None = setting(None, "jump host, [USER@]HOST[:PORT]; null: as ssh")
-    config_file: str | None = setting(None, "OpenSSH client configuration; null: your own")
+    config_file: str | None = setting(None, "OpenSSH client configuration; null: ~/.ssh/config")
     known_hosts: str | None = setting(
         None, "host keys to trust besides those of `burst hosts trust`; null: those of ssh"
     )
@@ -135,7 +135,7 @@ class ClusterConfig:
     python: str | None = setting(None, "Python of the ranks on every node; null: this one, on other machines python3")
     node_folder: str | None = setting(None, "folder of code and runs on a node; null: .burst in the user's home folder")
     environment: tuple[str, ...] = setting(
-        (), "NAME=VALUE for every rank, overriding what burst sets; no secrets, since it is recorded"
+        (), "NAME=VALUE for every rank, overriding variables set by burst; no secrets, since it is recorded"
     )
     lease_s: float = setting(
         60.0, "a node without contact to its launcher for this long stops its ranks", "seconds", at_least=5
@@ -169,7 +169,7 @@ class ClusterConfig:
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether ranks run on machines with other disks, so that local files say nothing about theirs."""
+        """Whether ranks run on machines with other disks, so that local files cannot be checked for them."""
         return self.resolved_launcher in ("ssh", "kubernetes")
 
     @property

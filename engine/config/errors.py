@@ -2,10 +2,10 @@
 
     BurstError                 exit code 1
     ├── ConfigError            exit code 2: the configuration is wrong; `problems` lists every mistake
-    ├── DataError              a data file or tokenizer is unusable; the text names file and place
+    ├── DataError              a data file or tokenizer is unusable; the text names file and position
     └── RunError               a run failed while it ran
 
-Every message says what failed, what was given, what was expected and what to do next.
+Every message names the failure, the given and the expected value, and the next step.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-# What to set here: the words for it elsewhere (Hugging Face, axolotl, torchtune, torchtitan, Megatron, DeepSpeed,
+# Setting here: its names elsewhere (Hugging Face, axolotl, torchtune, torchtitan, Megatron, DeepSpeed,
 # nanoGPT), in small letters with _. A hint that begins with `burst` is a sentence.
 _WORDS = {
     "optimizer.learning_rate": "lr base_lr max_lr peak_lr",
@@ -114,7 +114,7 @@ SYNONYMS = {word: hint for hint, words in _WORDS.items() for word in words.split
 
 
 def synonym(key: str) -> str | None:
-    """Return what to set for a setting of another trainer, by its last word or its section's; None if unknown."""
+    """Return the setting that corresponds to one of another trainer, by its last word or section; None if unknown."""
     words = [word.replace("-", "_").lower() for word in reversed(key.split("."))]
     found = next((SYNONYMS[word] for word in words if word in SYNONYMS), None)
     return found if found is None or found.startswith("burst ") else f"in burst it is {found}"
@@ -127,7 +127,7 @@ _SECONDS = {"seconds": 1, "minutes": 60}
 
 
 def meant_value(text: str, expected: str, unit: str | None) -> str | None:
-    """Return what to write instead of a text that may be meant as a number or truth value; None if unknown."""
+    """Return the spelling of a text that may be meant as a number or truth value; None if unknown."""
     if "true or false" in expected:
         return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower())
     if "number" not in expected:

@@ -20,14 +20,15 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from engine.config.hints import meant_value, synonym
 
 _NOTE = "note"
+_JSON_WORDS = "a table of JSON values"
 _T = TypeVar("_T")
 _SBATCH = "name it in cluster.slurm.options, such as --{}"
 _RATE = "name it in cluster.machine.rates, such as {}=25e9"
 _RELEASED = "it is {} in all released models"
-# Settings of earlier versions, and values of settings: the value that says what is so without it, as files of earlier
-# runs do (...: any), and what to use in place of others.
+# Settings of earlier versions: the value with which files of earlier runs are still read (...: any), and what replaces
+# other values.
 _REMOVED: dict[str, tuple[Any, str]] = {
-    "cluster.name": (..., "the name of the file under conf/cluster/ says it"),
+    "cluster.name": (..., "the file under conf/cluster/ has the name"),
     "cluster.expected.driver": (None, "`burst check-nodes` compares the drivers of the nodes"),
     "cluster.ssh.fan_out": (64, "64 nodes are spoken to at the same time"),
     **{
@@ -113,7 +114,7 @@ class Problem:
 class Written:
     """Where and how a value was written.
 
-    text    of a number, a truth value or null, as it was written; None for text, whose value is what was written
+    text    of a number, a truth value or null, as it was written; None for text, whose value is the text itself
     file    as a person knows it; empty for an override on the command line
     line    of the file, from 1
     """
@@ -132,6 +133,11 @@ class FieldSpec:
     default: Any
     choices: tuple[str, ...] | None
     note: Note
+
+    @property
+    def is_json(self) -> bool:
+        """Whether it is a table whose keys are not settings."""
+        return _JSON_WORDS in self.type_text
 
     def legal_values(self) -> tuple[str, ...]:
         """Return all values as typed if there are finitely many; else nothing."""
@@ -192,15 +198,40 @@ def choices_of(annotation: Any) -> tuple[str, ...] | None:
     """Return the legal values of a choice, None for other types."""
     if get_origin(annotation) is Literal:
         return tuple(str(value) for value in get_args(annotation))
-    for member in union_members(annotation):
-        if member is not annotation and (found := choices_of(member)) is not None:
-            return found
-    return None
+    found = [choices_of(member) for member in union_members(annotation) if member is not annotation]
+    return tuple(choice for choices in found if choices is not None for choice in choices) or None
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union; the type itself for others."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+class JsonObject(Mapping[str, Any]):
+    """An immutable JSON object, hashable by its canonical text; a setting whose keys are not ours to list."""
+
+    def __init__(self, value: Mapping[str, Any] | None = None) -> None:
+        """Copy `value`. Raises TypeError or ValueError for what JSON cannot hold."""
+        self._text = json.dumps(to_plain(value or {}), sort_keys=True, allow_nan=False)
+        self._items: dict[str, Any] = json.loads(self._text)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JsonObject) and self._text == other._text
+
+    def __repr__(self) -> str:
+        return f"JsonObject({self._text})"
 
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
@@ -217,6 +248,8 @@ def describe_type(annotation: Any) -> str:
         return "a list, each item " + describe_type(get_args(annotation)[0])
     if is_dataclass(annotation):
         return "a table of settings"
+    if annotation is JsonObject:
+        return _JSON_WORDS
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 
@@ -228,7 +261,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def nearest_key(key: str, keys: Sequence[str]) -> str | None:
-    """Return the most similar key: the same name in another section, a similar name in its own, or a similar key."""
+    """Return the most similar key: the same name elsewhere, a similar name in the same section, or a similar key."""
     section, _, name = key.rpartition(".")
     split = [(candidate.rpartition(".")[0], candidate.rpartition(".")[2], candidate) for candidate in keys]
     same_name = [candidate for _, tail, candidate in split if tail == name]
@@ -295,6 +328,12 @@ class _Reader:
         if isinstance(annotation, type) and is_dataclass(annotation):
             return self.table(annotation, value, f"{key}.")
         members = union_members(annotation)
+        if JsonObject in members and isinstance(value, Mapping):
+            try:
+                return JsonObject(value)
+            except (TypeError, ValueError) as error:
+                self.problems.append(Problem((key,), f"{key}: cannot be written as JSON ({error})"))
+                return MISSING
         lists = [member for member in members if get_origin(member) is tuple]
         if lists and isinstance(value, Sequence) and not isinstance(value, str):
             inner = get_args(lists[0])[0]

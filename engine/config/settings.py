@@ -17,10 +17,11 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.schema import read_dataclass, setting, to_plain
+from engine.config.schema import JsonObject, read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
 
 Dtype = Literal["float32", "bfloat16"]
+Implementation = Literal["burst", "hf"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
 PresetName = Literal[
     "single",
@@ -72,17 +73,40 @@ class RopeScalingConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (Hu et al. 2021), by the library peft; needs model.implementation=hf."""
+
+    rank: int | None = setting(None, "rank of the adapters, which alone are trained; null: all weights are", at_least=1)
+    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", above=0)
+    target_modules: tuple[str, ...] = setting(("all-linear",), "ends of names of the linear layers with an adapter")
+    target_parameters: tuple[str, ...] = setting((), "ends of names of parameters with one: mlp.experts.down_proj")
+    dora: bool = setting(False, "train the length of every output's weights on its own (Liu et al. 2024)")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-style decoder."""
+    """A decoder: its shape and whose code computes it."""
 
     name: str = setting("tiny", "name of this shape in tables; the option of the group model")
+    implementation: Implementation = setting("burst", "burst: this engine's decoder; hf: transformers' own code")
+    hf_config: JsonObject | None = setting(None, "config.json of the model, for hf; other settings must agree with it")
     vocab_size: int = setting(256, "rows of the embedding and of the LM head", "tokens", at_least=2)
     hidden_size: int = setting(256, "width of the residual stream", at_least=1)
     ffn_hidden_size: int = setting(688, "inner width of the SwiGLU feed-forward", at_least=1)
     num_layers: int = setting(4, "decoder layers", "layers", at_least=1)
     num_heads: int = setting(4, "query heads", "heads", at_least=1)
     num_kv_heads: int = setting(4, "key and value heads; fewer than num_heads: GQA", "heads", at_least=1)
-    head_dim: int = setting(64, "size of one head; even, for RoPE", at_least=2)
+    head_dim: int = setting(64, "size of one head of q and k; even, for RoPE", at_least=2)
+    v_head_dim: int | None = setting(None, "hf: size of one head of v; null: head_dim", at_least=1)
+    kv_lora_rank: int | None = setting(None, "hf: width of the compressed keys and values (MLA)", at_least=1)
+    q_lora_rank: int | None = setting(None, "hf: width of the compressed queries (MLA); null: whole", at_least=1)
+    rope_head_dim: int | None = setting(None, "hf: part of head_dim that RoPE turns (MLA)", at_least=1)
+    gated_ffn: bool = setting(True, "hf: the feed-forward has a gate, so three matrices; false: two")
+    num_moe_layers: int = setting(0, "hf: layers whose feed-forward is a mixture of experts", "layers", at_least=0)
+    num_experts: int = setting(0, "hf: experts of such a layer", "experts", at_least=0)
+    experts_per_token: int = setting(0, "hf: experts that compute a token", "experts", at_least=0)
+    expert_ffn_hidden_size: int = setting(0, "hf: inner width of one expert", at_least=0)
+    shared_expert_ffn_hidden_size: int = setting(0, "hf: inner width of experts that compute every token", at_least=0)
     rope_theta: float = setting(10000.0, "base of the RoPE frequencies", above=0)
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     norm_eps: float = setting(1e-5, "added to the mean of squares in RMSNorm", above=0)
@@ -91,6 +115,7 @@ class ModelConfig:
     tie_embeddings: bool = setting(False, "share the weight of embedding and LM head")
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
     init_from: str | None = setting(None, "folder of a Hugging Face model to take initial weights from; null: random")
+    lora: LoraConfig = LoraConfig()
     require_init_from: bool = setting(False, "refuse to start from random weights")
 
 
@@ -109,7 +134,7 @@ class AttentionConfig:
         None, "which ranks are adjacent: those that share heads, a ring, or an inner ring and then heads"
     )
     kv_transport: KvTransport | None = setting(
-        None, "p2p: keys and values move from rank to rank; all_gather: every rank sends its own to all readers"
+        None, "p2p: keys and values move from rank to rank; all_gather: every rank sends them to all readers"
     )
     backward_circulates: Circulates | None = setting(
         None, "moving operand of the backward pass: keys and values, or queries"
@@ -121,7 +146,7 @@ class AttentionConfig:
     chunk_tokens: int | None = setting(
         None, "run every layer in chunks of this many of a rank's tokens; null: whole", "tokens", at_least=1
     )
-    chunk_store: Store | None = setting(None, "where chunks that are not in use are held (needs chunk_tokens)")
+    chunk_store: Store | None = setting(None, "where chunks that are not in use are stored (needs chunk_tokens)")
     prefetch_chunks: int | None = setting(
         None, "chunks loaded ahead of their use (needs chunk_tokens)", "chunks", at_least=0
     )
@@ -139,13 +164,13 @@ class AttentionConfig:
     )
     block_stride: int = setting(8, "strided: every block_stride-th block is attended to", "blocks", at_least=1)
     local_blocks: int = setting(
-        2, "strided: nearest blocks attended to, the token's own included", "blocks", at_least=1
+        2, "strided: nearest blocks attended to, including that of the token", "blocks", at_least=1
     )
     vertical_blocks: tuple[int, ...] = setting(
         (0,), "vertical_slash: numbers of the blocks that all later ones attend to", "blocks"
     )
     slash_blocks: tuple[int, ...] = setting(
-        (0, 1), "vertical_slash: distances of the blocks attended to; 0: the token's own", "blocks"
+        (0, 1), "vertical_slash: distances of the blocks attended to; 0: that of the token", "blocks"
     )
     blocks_file: str | None = setting(
         None, "blocks: file of [n, 2] (query block, key block) pairs: .npy, .npz or .json"
@@ -175,7 +200,7 @@ class MemoryConfig:
     )
     every_layers: int = setting(4, "attn_out_every: layers per saved layer input", "layers", at_least=1)
     activation_store: Store | None = setting(
-        None, "where saved activations are held; null: host with attention.chunk_store=host, else device"
+        None, "where saved activations are stored; null: host with attention.chunk_store=host, else device"
     )
     host_layers: int | None = setting(
         None,
@@ -191,7 +216,7 @@ class MemoryConfig:
         at_least=1,
     )
     optimizer_store: Store = setting(
-        "device", "where master weights, gradients and moments are held; host: they are also updated there"
+        "device", "where master weights, gradients and moments are stored; host: they are also updated there"
     )
     optimizer_in_backward: bool = setting(
         False, "update a layer as soon as its gradient is complete, then free the gradient (no clipping)"
@@ -317,7 +342,7 @@ class TrainConfig:
     deterministic: bool = setting(False, "bitwise reproducible, on a GPU too; kernels that are not are not used")
     dropout: float = setting(
         0.0,
-        "dropout rate of what attention and the MLP add to the residual stream",
+        "dropout rate of the outputs of attention and MLP, before the residual connection",
         at_least=0,
         below=1,
     )
@@ -348,7 +373,7 @@ class TrainConfig:
     guard: GuardConfig = GuardConfig()
 
 
-# Prose and source code; no data files, which have their own formats.
+# Prose and source code; no data files, which have other formats.
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml", ".txt.gz"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".js"),
@@ -380,7 +405,7 @@ class DataConfig:
         None, "key (JSONL) of conversations: lists of {role, content}; the assistant's messages are labels"
     )
     chat_template: str | None = setting(
-        None, 'template of conversations: "chatml" or a .jinja file; null: the tokenizer\'s own'
+        None, 'template of conversations: "chatml" or a .jinja file; null: that of the tokenizer'
     )
     tokenizer: str = setting(
         "bytes", '"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json or of its folder'

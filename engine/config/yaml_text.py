@@ -1,8 +1,8 @@
 """YAML of configurations, in which a plain scalar means the same as on the command line.
 
 PyYAML reads YAML 1.1, which changes what people write: 12:00:00 is 43200, `no` and `off` are false, 0100 is 64 and
-2026-01-01 a date. Here a plain scalar is null, true, false or a number where Hydra's grammar of overrides says so (as
-YAML 1.2 does, almost), and text in all other cases; the setting's type then decides whether text will do.
+2026-01-01 a date. Here a plain scalar is null, true, false or a number as in Hydra's grammar of overrides (almost
+that of YAML 1.2), and text in all other cases; the setting's type then decides whether text will do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RESOLVERS: dict[str, tuple[str, str]] = {  # tag: (pattern, letters that it may
     ),
     _MERGE: ("<<", "<"),
 }
-_MOST_NESTED = 4000  # the loader in C has no limit of its own: it would overflow the stack
+_MOST_NESTED = 4000  # the loader in C has no limit: it would overflow the stack
 _MOST_VALUES = 100_000  # aliases of aliases can mean more values than fit into memory
 
 
@@ -49,7 +49,7 @@ class _Constructors:
     """Rules of both loaders: which scalars are numbers, and no duplicate keys."""
 
     yaml_implicit_resolvers = _resolvers()
-    # Dates, sets and Python objects have no place in a configuration: an explicit tag for them is an error.
+    # A configuration cannot contain dates, sets or Python objects: an explicit tag for them is an error.
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
         tag: made
         for tag, made in yaml.SafeLoader.yaml_constructors.items()
@@ -78,7 +78,7 @@ _FastLoader: Any = (
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """Writes what this module, and readers of YAML 1.1 and 1.2, read back as the same values: else in quotes."""
+    """Writes plain scalars if this module and readers of YAML 1.1 and 1.2 read back the same value, else quotes."""
 
 
 for _letter, _more in _resolvers(with_empty=False).items():
@@ -157,7 +157,7 @@ def yaml_problem(error: Exception, text: str = "") -> str:
     if mark is None:
         return str(words)
     lines = text.splitlines()
-    if mark.line >= len(lines):  # the end of the file: what was opened and not closed tells more
+    if mark.line >= len(lines):  # the end of the file: show the unclosed construct instead
         mark = getattr(error, "context_mark", None) or mark
     line = lines[mark.line] if mark.line < len(lines) else ""
     if line.lstrip(" ").startswith("\t"):

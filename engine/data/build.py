@@ -142,8 +142,8 @@ def split(
 
     Args:
         chunks: The corpus.
-        documents, sizes: What `survey` returned for it.
-        fraction: Of the text for validation, between 0 and 1.
+        documents, sizes: Results of `survey` for the corpus.
+        fraction: Share of the text for validation, between 0 and 1.
     """
     total = int(sizes.sum())
     if documents == 1:

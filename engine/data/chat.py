@@ -1,8 +1,8 @@
 """Conversations: checked, rendered by a chat template, and split into the assistant's text (labels) and the rest.
 
-Chat templates are Jinja programs as Hugging Face writes them. A template is somebody else's program, so it runs in
-Jinja's sandbox, which lets it neither change what it is given nor reach into Python. {% generation %} ...
-{% endgeneration %} encloses what the assistant says.
+Chat templates are Jinja programs in the format of Hugging Face. A template is untrusted code, so it runs in Jinja's
+sandbox, where it can neither modify its arguments nor access Python. {% generation %} ... {% endgeneration %} encloses
+the assistant's text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Spans = tuple[tuple[int, int], ...]  # characters [first, after) of a text, asce
 class ChatTemplate:
     """A template and the special tokens (bos_token, eos_token, ...) that it may name. name: for errors.
 
-    with_tools: the template that renders rows with tools in its place, where a tokenizer has one of its own for them.
+    with_tools: template for rows with tools, if the tokenizer has a separate one.
     """
 
     name: str
@@ -77,11 +77,11 @@ class ChatTemplate:
     def render_chat(self, conversation: Conversation, location: str) -> tuple[str, Spans]:
         """Return the text of `conversation` and the spans of its labels.
 
-        A template with {% generation %} blocks says itself what the assistant says. Of any other the turns are found
-        by rendering: up to a turn with the generation prompt, then with the turn; what was added is the turn. White
-        space after the mark that ends a turn is no part of it: a model that writes the mark is done. Raises DataError,
-        which begins with `location`, when the template leaves out a part of the conversation, and when a turn cannot be
-        found in the text.
+        A template with {% generation %} blocks marks the assistant's text itself. Otherwise each turn is found by
+        rendering the conversation twice: up to the turn with the generation prompt, and including the turn; the added
+        text is the turn. White space after the end marker of a turn is not part of it, since a model stops at the
+        marker. Raises DataError, which begins with `location`, if the template leaves out a part of the conversation or
+        a turn cannot be located in the text.
         """
         if conversation.tools is not None and self.with_tools is not None:
             return self.with_tools.render_chat(conversation, location)
@@ -106,9 +106,9 @@ class ChatTemplate:
         if learned != ():
             self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, delimiters[2])}, location)
         if learned is None:  # after the check, whose message is the better one
-            learned = self._turn_spans(conversation, text, location)
+            learned = self._reply_spans(conversation, text, location)
         if not learned:
-            raise self._unusable(location, "renders nothing that the assistant says. Give the assistant a text")
+            raise self._unusable(location, "renders no text of the assistant. Give the assistant a text")
         return text, learned
 
     def render(
@@ -150,11 +150,11 @@ class ChatTemplate:
             raise self._unusable(location, why)
 
     def _check_contents(self, conversation: Conversation, location: str) -> None:
-        """Raise DataError for a message without the content that `chatml` writes, naming what it has instead."""
+        """Raise DataError for a message without the content that `chatml` writes, naming its other keys."""
         for index, message in enumerate(conversation.messages):
             if message.get("content") is None:
                 keys = ", ".join(key for key, value in message.items() if key != "role" and value)
-                why = f"has no form for {keys} of message {index}, which has no content. Use the model's own template"
+                why = f"has no form for {keys} of message {index}, which has no content. Use the template of the model"
                 raise self._unusable(location, why)
 
     def _check_nothing_lost(
@@ -172,7 +172,7 @@ class ChatTemplate:
                 what = "reasoning" if unit.is_beginning else unit.key
                 raise self._unusable(
                     location,
-                    f"leaves out {unit}, so it would be lost, but keeps it in a row that ends with that message. Write "
+                    f"leaves out {unit}, so it would be lost, but not in a row that ends with that message. Write "
                     f"a row for each answer, in which the answers before it have weight 0 and no {what}",
                 )
             if is_lost:
@@ -197,7 +197,7 @@ class ChatTemplate:
         if "".join(chunks[::2]) != text or chunks[1::2] != [*delimiters[:2]] * (len(chunks) // 4):
             raise self._unusable(
                 location,
-                "changes or nests its generation blocks, so what the assistant says is not known. Output the blocks as "
+                "changes or nests its generation blocks, so the assistant's text is unknown. Output the blocks as "
                 "they are",
             )
         edges = accumulate(map(len, chunks[::2]), initial=0)
@@ -226,11 +226,11 @@ class ChatTemplate:
             kept += [block] * learned.pop()
         return kept
 
-    def _turn_spans(self, conversation: Conversation, text: str, location: str) -> Spans:
+    def _reply_spans(self, conversation: Conversation, text: str, location: str) -> Spans:
         """Return the characters [first, after) of each labelled turn, found by rendering up to it and then with it.
 
-        An earlier turn may lack what a template writes only before the content of the last one: Qwen 3 begins the last
-        turn with a <think> block, even an empty one, and none before it.
+        Templates may render earlier turns differently from the last one: Qwen 3 begins only the last turn with a
+        <think> block, even if it is empty.
         """
         spans = []
         for index, message in enumerate(conversation.messages):
@@ -238,26 +238,26 @@ class ChatTemplate:
                 continue
             prompt = self.render(conversation.until(index), location, prompts=True)
             with_turn = self.render(conversation.until(index + 1), location)
-            first = self._turn_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
-            content, last_turn = _last_text(message), with_turn[len(prompt) :]
-            last_turn = last_turn[: _turn_length(last_turn, content)]
-            length = None if first is None else _length_in(text[first:], last_turn, content)
+            first = self._reply_start(conversation, index, text, prompt) if with_turn.startswith(prompt) else None
+            content, last_reply = _last_text(message), with_turn[len(prompt) :]
+            last_reply = last_reply[: _reply_length(last_reply, content)]
+            length = None if first is None else _length_in(text[first:], last_reply, content)
             if first is None or length is None:
                 raise self._unusable(
                     location,
-                    f"renders earlier messages another way once message {index} is there, so what the assistant says "
+                    f"renders earlier messages another way once message {index} is there, so the assistant's text "
                     "cannot be found. Put {% generation %} ... {% endgeneration %} around it in the template",
                 )
             if length > 0:
                 spans.append((first, first + length))
         return tuple(spans)
 
-    def _turn_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
+    def _reply_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int | None:
         """Return the character of `text` at which the turn of message `index` begins; None if unknown.
 
-        prompt: the conversation up to the message, with the generation prompt. Where `text` does not begin with it, as
-        earlier turns differ or lack a part of the generation prompt (<think>), the turn begins where its content does:
-        right after what ends the message before it and the generation prompt, or the beginning of that.
+        prompt: the conversation up to the message, with the generation prompt. If `text` does not begin with it,
+        because earlier turns are rendered differently or without a part of the generation prompt (<think>), the turn
+        begins with its content: after the end of the previous message and (the beginning of) the generation prompt.
         """
         if text.startswith(prompt):
             return len(prompt)
@@ -310,7 +310,7 @@ def _raise_exception(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter tojson with the options that templates of transformers may set; Jinja's own escapes HTML."""
+    """Return `value` as JSON: the filter tojson with the options of transformers; that of Jinja escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -340,27 +340,27 @@ def _error_text(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def _turn_length(turn: str, content: str) -> int:
-    """Return the length of `turn` without the white space after its end marker, if it has one."""
+def _reply_length(reply: str, content: str) -> int:
+    """Return the length of `reply` without the white space after its end marker, if it has one."""
     stripped = content.strip()  # as some templates render it
-    found = turn.find(stripped)
-    has_mark = found < 0 or turn[found + len(stripped) :].strip() != ""
-    return len(turn.rstrip()) if has_mark else len(turn)
+    found = reply.find(stripped)
+    has_mark = found < 0 or reply[found + len(stripped) :].strip() != ""
+    return len(reply.rstrip()) if has_mark else len(reply)
 
 
-def _length_in(rest: str, last_turn: str, content: str) -> int | None:
+def _length_in(rest: str, last_reply: str, content: str) -> int | None:
     """Return the length of the turn at the start of `rest`; None if `rest` starts with another one.
 
-    last_turn: the same turn as the last of a conversation. The turn in `rest` is all of it, or lacks its beginning up
-    to the content, or up to some place before that. Only white space may stand in the place of the beginning.
+    last_reply: the same turn rendered as the last of a conversation. The turn in `rest` is either all of it, or a
+    suffix that includes the content; only white space may replace the missing beginning.
     """
-    if rest.startswith(last_turn):
-        return len(last_turn)
+    if rest.startswith(last_reply):
+        return len(last_reply)
     stripped = content.strip()
     blanks = len(rest) - len(rest.lstrip())
-    for first in range(len(last_turn) + 1 - max(len(stripped), 1)):
-        if rest.startswith(last_turn[first], blanks) and not last_turn[first].isspace():
-            ending = last_turn[first:]
+    for first in range(len(last_reply) + 1 - max(len(stripped), 1)):
+        if rest.startswith(last_reply[first], blanks) and not last_reply[first].isspace():
+            ending = last_reply[first:]
             if rest.startswith(ending, blanks) and stripped in ending:
                 return blanks + len(ending)
     return None

@@ -20,10 +20,10 @@ from engine.config.errors import DataError
 
 Message = dict[str, Any]
 
-# What trainers call the mark of a message that says whether it is learned: OpenAI and Mistral weight, axolotl train and
+# Keys with which trainers mark whether a message is learned: OpenAI and Mistral weight, axolotl train and
 # training, ms-swift loss, NeMo loss_mask.
 LEARNING_KEYS = frozenset({"weight", "train", "trainable", "training", "loss", "loss_mask", "loss_weight"})
-# What names a message or links it to another. Many templates have no use for them, and no text is lost with them.
+# Keys that identify a message or link it to another. Many templates ignore them, and no text is lost with them.
 REFERENCE_KEYS = frozenset({"id", "name", "tool_call_id", "timestamp", "source", "metadata"})
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
 _TABLE_KEYS: dict[str, Any] = {"tools": list, "documents": list, "chat_template_kwargs": dict}
@@ -34,7 +34,7 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: what a template renders, and which messages are labels.
+    """One row: the input of a template, and which messages are labels.
 
     learned: per message; only an assistant's can be. columns: the other keys of the row that hold a value.
     """
@@ -55,7 +55,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         key = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise ValueError(f"the key {key[:40]!r} is given twice in one object, so a value would be lost; keep one")
+        raise ValueError(f"the key {key[:40]!r} is given twice in one object, so a value would be lost; remove one")
     return found
 
 
@@ -67,7 +67,7 @@ parse_json = json.JSONDecoder(object_pairs_hook=_unique_keys).decode
 def read_conversation(row: Mapping[str, Any], messages: list[Any], location: str) -> Conversation:
     """Build the conversation of `row` from its messages. location: FILE:LINE.
 
-    Raises DataError for what are no messages, marks that disagree, and values of another form.
+    Raises DataError for malformed messages, marks that disagree, and values of another form.
     """
     for key in row.keys() & _RENAMED.keys():
         if row[key]:
@@ -80,7 +80,7 @@ def read_conversation(row: Mapping[str, Any], messages: list[Any], location: str
     if not any(message["role"] == "assistant" for message in messages):
         raise _bad(
             location,
-            f"the assistant says nothing in its {len(messages)} messages, so nothing would be learned. "
+            f"the assistant has no text in any of the {len(messages)} messages, so nothing would be learned. "
             "Leave such lines out",
         )
     if not any(learned):
@@ -160,7 +160,7 @@ def _learning_mark(record: Mapping[str, Any], location: str) -> bool | None:
             )
     if len({bool(value) for value in marks.values()}) > 1:
         listed = " and ".join(f"{key}={value!r}" for key, value in marks.items())
-        raise _bad_mark(location, f"has {listed}, which contradict each other. Keep one of them")
+        raise _bad_mark(location, f"has {listed}, which contradict each other. Remove all but one")
     return bool(next(iter(marks.values()))) if marks else None
 
 

@@ -1,8 +1,9 @@
 """Encodes documents of any length in bounded memory; ids equal those of the whole text, however it is chunked.
 
 A long document is encoded in windows that overlap. Ids near the edge of a window may be others than those of the whole
-text: tokenizers put a space before a text, cut words by what follows, or join letters over the edge. So two windows
-are joined where both give the same tokens at the same characters for a while; windows that do not agree become one.
+text: tokenizers put a space before a text, split words depending on later text, or join letters across the edge. So two
+windows are joined where both give the same tokens at the same characters for a while; windows that do not agree become
+one.
 
 Unigram models are joined only where a word begins. Inside a word several readings may have the same score ("a aa" and
 "aa a"), and which one wins depends on rounding, hence on all letters of the word before: equal tokens prove nothing.

@@ -8,7 +8,7 @@
                                   no labels; ascending, none overlaps the next
     FOLDER/token_bytes.bin        optional: uint32 little-endian, vocab_size entries: bytes of text per token id;
                                   without it (and without a known tokenizer) there is no loss in bits per byte
-    FOLDER/tokenizer.json         optional: to turn ids into text
+    FOLDER/tokenizer.json         optional: to decode ids
 
 manifest.json with the required keys:
 

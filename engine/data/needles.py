@@ -154,7 +154,7 @@ def make_needle(tokenizer: Tokenizer, question: str, answer: str) -> Needle:
     first, second, whole = tokenizer.encode(texts)
     needle = Needle(first, second[first.size :], whole[second.size :])
     if not (needle.answer.size and needle.end.size and np.array_equal(needle.sentence, whole)):
-        needle = Needle(*tokenizer.encode([question, answer, _END]))  # ids depend on what follows: cut the text instead
+        needle = Needle(*tokenizer.encode([question, answer, _END]))  # ids depend on later text: split the text instead
     spelled = "".join(tokenizer.decode(needle.answer).split())
     if spelled != answer.strip():
         raise DataError(

@@ -1,6 +1,6 @@
 """Prepares token shards from a `DataConfig`, once, in a cache by content.
 
-    PREPARED/prepared.json      what it was made from
+    PREPARED/prepared.json      settings and source files that it was made from
     PREPARED/train/             a token set (engine.data.manifest)
     PREPARED/validation/        a token set
     PREPARED/tokenizer.json     unless the tokenizer is "bytes"
@@ -43,8 +43,8 @@ _LOCK_POLL_S = 0.1
 class PreparedData:
     """Tokens of both splits, by the same tokenizer.
 
-    token_bytes: bytes of text per token id, int64 [vocab_size]; null only for shards made elsewhere that do not tell
-    (then no loss in bits per byte can be given). content_hash: equal on all ranks if they have the same tokens.
+    token_bytes: bytes of text per token id, int64 [vocab_size]; null only for foreign shards without this table
+    (then there is no loss in bits per byte). content_hash: equal on all ranks if they have the same tokens.
     """
 
     path: Path
@@ -186,7 +186,7 @@ def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
 
 
 def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
-    """Raise DataError that lists the differences between `wanted` and what the data in `folder` was made from."""
+    """Raise DataError with the differences between `wanted` and the identity of the data in `folder`."""
     path = folder / PREPARED_FILE
     made = require_json_object(path, "facts about prepared data", DataError).get("identity")
     if not isinstance(made, dict) or not isinstance(made.get("config"), dict):
@@ -239,7 +239,7 @@ def _open(path: Path, config: DataConfig, *, scan_foreign: bool = True) -> Prepa
     if train.learned_count(0, train.token_count) == 0:
         raise DataError(
             f"{path}: no token of its {train.token_count:,} training tokens is learned: all of them are prompts, so "
-            "there is no loss. Give text that is learned: answers under data.text_field, or turns of the assistant."
+            "there is no loss. Give text that is learned: answers under data.text_field, or messages of the assistant."
         )
     content_hash = hash_json([_content(train), _content(validation)])
     return PreparedData(path, train, validation, train.load_token_bytes(), content_hash)
@@ -306,7 +306,7 @@ def open_training_data(config: DataConfig) -> TrainingData:
 
 
 def _tokens_of(data: PreparedData) -> str:
-    """Return what must be equal in corpora that are mixed."""
+    """Return the description of tokens that must be equal in mixed corpora."""
     made = data.train.manifest
     begins = f" and beginning {list(made.bos_ids)}" if made.bos_ids else ""
     return f"{made.tokenizer} with end of document {made.eod_id}{begins}"

@@ -1,4 +1,4 @@
-"""Rules about files that a configuration names: those of this machine are looked at before anything starts."""
+"""Rules about files that a configuration names; files of this machine are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
 
 if TYPE_CHECKING:
-    from engine.pretrained.shape import Pretrained
+    from engine.pretrained.folder import ModelFolder
 
 
 def file_rules(config: RunConfig) -> Iterator[str]:
-    """One sentence per broken rule; none where ranks run on other machines, which a launch asks."""
+    """Yield one sentence per violated rule; none if ranks run on other machines, which a launch checks."""
     if config.cluster.runs_elsewhere:
         return
     yield from _files(config.data)
@@ -24,7 +24,7 @@ def file_rules(config: RunConfig) -> Iterator[str]:
 
 
 def _files(data: DataConfig) -> Iterator[str]:
-    """What this machine's disk tells; of other machines' files a launch asks them."""
+    """Check the files of this machine; a launch checks those of other machines."""
     looked = f"(looked from {Path.cwd()})"
     for entry in data.paths:
         if not _names_something(entry):
@@ -48,7 +48,7 @@ def _files(data: DataConfig) -> Iterator[str]:
 
 
 def _names_something(entry: str) -> bool:
-    """Whether a file, a folder or a glob with at least one match has this name."""
+    """Return whether `entry` names a file, a folder, or a glob with at least one match."""
     path = Path(entry).expanduser()
     if not entry or path.exists() or not any(character in entry for character in "*?["):
         return bool(entry) and path.exists()
@@ -60,55 +60,67 @@ def _is_tokenizer(path: Path) -> bool:
 
     try:
         return path.is_file() or (path.is_dir() and find_tokenizer(path) is not None)
-    except DataError:  # a damaged file beside it, which whoever reads it names
+    except DataError:  # a damaged file next to it, which its reader reports
         return True
 
 
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
-    # Only who names weights waits for these, and for numpy, which they load.
+    # Imported only if weights are named, since these modules import numpy.
     from engine.data.agreement import tokenizer_problem
+    from engine.pretrained.folder import open_model_folder
     from engine.pretrained.names import check_tied_head, weight_files
-    from engine.pretrained.shape import read_pretrained
 
     try:
-        pretrained = read_pretrained(folder)
-        if pretrained.model.tie_embeddings:
+        opened = open_model_folder(folder)
+        problems = list(_other_model(config, opened))
+        if config.model.tie_embeddings:
             check_tied_head(weight_files(folder))
         if problem := tokenizer_problem(config):
             yield problem
     except (ConfigError, DataError) as error:
         yield f"model.init_from: {error}"
         return
-    yield from _other_model(config, pretrained, folder)
+    yield from problems
 
 
 def model_problems(config: RunConfig, document: Mapping[str, Any], *, has_tokenizer: bool) -> Iterator[str]:
-    """What contradicts this run in the folder model.init_from of another machine; its weights and the ids of its
-    tokenizer are compared by the ranks.
+    """Yield contradictions between this run and the folder model.init_from of another machine.
+
+    Ranks compare its weights and the ids of its tokenizer.
 
     Args:
-        config: of the run; it names a folder.
+        config: Configuration of the run, which names a folder.
         document: config.json of the folder.
-        has_tokenizer: whether it has files of a tokenizer.
+        has_tokenizer: Whether the folder has files of a tokenizer.
     """
     from engine.data.agreement import bytes_problem
     from engine.pretrained.folder import ModelFolder
-    from engine.pretrained.shape import pretrained_of
 
     folder = Path(str(config.model.init_from))
     if has_tokenizer and (problem := bytes_problem(config, folder)):
         yield problem
     try:
-        pretrained = pretrained_of(ModelFolder(folder, document, {}, None))
+        yield from list(_other_model(config, ModelFolder(folder, document, {}, None)))
     except ConfigError as error:
         yield f"model.init_from: {error}"
+
+
+def _other_model(config: RunConfig, opened: ModelFolder) -> Iterator[str]:
+    """Yield in what the model of a folder is not that of the run. Raises ConfigError for one that cannot be read."""
+    from engine.pretrained.decoder_shape import document_differences, quantized_text
+    from engine.pretrained.shape import differences, pretrained_of
+
+    folder = opened.path
+    if config.model.implementation == "hf":
+        if opened.config.get("quantization_config"):
+            yield f"model.init_from={folder}: {quantized_text(opened.config)}"
+        if found := document_differences(config.model.hf_config or {}, opened.config):
+            yield (
+                f"model.init_from={folder} holds another model than model.hf_config: {'; '.join(found)}. "
+                f"`burst launch --from {folder}` takes all of it"
+            )
         return
-    yield from _other_model(config, pretrained, folder)
-
-
-def _other_model(config: RunConfig, pretrained: Pretrained, folder: Path) -> Iterator[str]:
-    from engine.pretrained.shape import differences
-
+    pretrained = pretrained_of(opened)
     if found := differences(config.model, pretrained.model):
         yield (
             f"model.init_from={folder} holds another model: {'; '.join(found)}. `burst model {folder}` shows its shape"

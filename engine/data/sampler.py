@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of `shards`, or those in `chosen`, as an endless stream of epochs, each in its own order."""
+    """The samples of `shards`, or those in `chosen`, as an endless stream of epochs, each in a different order."""
 
     shards: TokenShards
     seq_len: int
@@ -87,7 +87,7 @@ class Samples:
 
 
 class Sampler:
-    """Training batches of an endless stream of samples; every rank builds the same one and takes its own part.
+    """Training batches of an endless stream of samples; every rank builds the same one and reads its part.
 
     Row b of a batch is sample (step * grad_accum_steps + micro_step) * dp_size * batch_size + dp_rank * batch_size + b
     of the stream, so the samples of a step do not depend on how its global batch is divided. After `start_at` steps
@@ -231,7 +231,7 @@ def splitmix64(value: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LengthClass:
-    """What a corpus has of one class: documents of at least `at_least` tokens and below `below` (null: any length).
+    """The documents of one class in a corpus: those of at least `at_least` tokens and below `below` (null: any length).
 
     samples: their numbers, ascending. weight: share of those that are trained on.
     """
@@ -273,7 +273,7 @@ def by_length(corpus: Samples, config: DataConfig) -> list[tuple[Samples, float]
         if not length_class.samples.size:
             counts = "; ".join(f"{other.name}: {other.samples.size:,}" for other in classes)
             raise DataError(
-                f"{corpus.shards.folder}: no sample of {corpus.seq_len:,} tokens lies mostly in a document of "
+                f"{corpus.shards.folder}: no sample of {corpus.seq_len:,} tokens is mostly in a document of "
                 f"{length_class.name} tokens, but data.length_weights gives such samples {length_class.weight:g}. "
                 f"Samples by length of document: {counts}. Set other data.length_buckets or a weight of 0, or give "
                 "such documents."

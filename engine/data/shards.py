@@ -230,7 +230,7 @@ class EchoedShards(TokenShards):
         )
 
     def document_offsets(self, start: int, tokens: Ids) -> Ids:
-        """Always 0 alone: a boundary would hide what is to be remembered."""
+        """Return 0 alone: a document boundary would mask the repeated tokens."""
         return np.zeros(1, dtype=np.int64)
 
     def _twice(self, get: Callable[[int, int], npt.NDArray[_Entry]], start: int, count: int) -> npt.NDArray[_Entry]:
@@ -274,7 +274,7 @@ def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:
 
 
 def _map(path: Path, dtype: str, count: int | None) -> np.memmap[Any, Any]:
-    """The entries of a little-endian file; count: how many the manifest says there are, null: it does not."""
+    """Map the entries of a little-endian file; count: number of entries by the manifest, None if not stated."""
     wanted = np.dtype(dtype).newbyteorder("<")
     try:
         is_npy = path.suffix == ".npy"
@@ -285,7 +285,7 @@ def _map(path: Path, dtype: str, count: int | None) -> np.memmap[Any, Any]:
         ) from None
     if found.dtype != wanted or found.shape != (count or found.size,):
         raise DataError(
-            f"{path} holds {found.dtype} of shape {found.shape}; its manifest says {count} entries of {dtype}. The "
+            f"{path} holds {found.dtype} of shape {found.shape}; its manifest states {count} entries of {dtype}. The "
             "file is cut short or of another dtype: copy it again or prepare it again."
         )
     return found

@@ -100,7 +100,7 @@ class Problems:
         if self.count == 1:
             return self.first[0]
         left = self.count - len(self.first)
-        lines = [f"{self.count} places of the data cannot be read:", *self.first]
+        lines = [f"{self.count} parts of the data cannot be read:", *self.first]
         return "\n  - ".join(lines) + (f"\n  and {left} more" if left > 0 else "")
 
 
@@ -121,8 +121,8 @@ class Source:
     def chunks(self, max_bytes: int | None, skipped: Problems | None = None) -> Iterator[TextChunk]:
         """Yield all text in non-empty chunks, up to `max_bytes` bytes of UTF-8 or the character that exceeds it.
 
-        Rows that are left out are added to `skipped`. Raises DataError for what is no text, with every bad place of
-        what was read, and where every row would be left out; OSError for a file that cannot be read.
+        Rows that are left out are added to `skipped`. Raises DataError for invalid text, with the location
+        of every problem, and if every row would be left out; OSError for a file that cannot be read.
         """
         problems, is_empty = Problems(), True
         skipped = Problems() if skipped is None else skipped
@@ -192,7 +192,7 @@ def open_source(config: DataConfig) -> Source:
         files = list_files(config.paths, suffixes)
         what = count_of(f"{config.format} file", len(files))
         if config.format == "text" and (others := len(list_files(config.paths, ("",))) - len(files)):
-            what += f"; {others} more in these folders skipped, whose names do not end as data.text_suffixes has it"
+            what += f"; {others} more in these folders skipped, whose names do not end in data.text_suffixes"
     read = partial(reader, config=config, template=template)
     template_hash = None if template is None else template.content_hash
     return Source(what, files, read, template_hash, skips_bad_rows=config.on_bad_row == "skip")
@@ -281,7 +281,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_text(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
-    if config.on_bad_row == "skip":  # yield no chunk of a file that may turn out to be bad later
+    if config.on_bad_row == "skip":  # check the whole file before yielding its first chunk
         try:
             for _piece in _text_chunks(path):
                 pass

@@ -26,7 +26,7 @@ Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 BPE_EOD_TOKEN = "<|endoftext|>"
-# What ends a document where no file of the folder says it.
+# Tokens that end a document, tried if no file of the folder names one.
 _EOD_TOKENS = (BPE_EOD_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -91,7 +91,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library, from a tokenizer.json or trained.
 
-    Truncation, padding and added start or end tokens that the file may ask for are switched off: they would change the
+    Truncation, padding and added start or end tokens that the file may configure are disabled: they would change the
     text. Special tokens are found only by their ids, never in the text of a document (but in that of a conversation).
     """
 
@@ -104,7 +104,7 @@ class FileTokenizer:
         special_tokens: Mapping[str, str] | None = None,
         stated_ends: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """special_tokens: name -> text; stated_ends: ids that end a text by the file that says so, of its folder."""
+        """special_tokens: name -> text; stated_ends: file of the folder -> ids that end a text."""
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True
@@ -132,7 +132,7 @@ class FileTokenizer:
         if token in self._vocab:
             end = self._vocab[token]
             if ids and end not in ids:
-                said = " and ".join(f"{name} says eos_token_id {list(found)}" for name, found in stated.items())
+                said = " and ".join(f"{name} has eos_token_id {list(found)}" for name, found in stated.items())
                 raise DataError(
                     f"tokenizer {self.name}: its eos_token {token!r} is id {end}, but {said}, so it is not known what "
                     "ends a text. Correct eos_token in tokenizer_config.json or eos_token_id in the others."
@@ -156,7 +156,7 @@ class FileTokenizer:
     def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[TokenSpans]:
         """Return the ids of each text with their characters [first, after), computed on all cores.
 
-        finds_special: whether special tokens are what they spell, as in conversations, or plain text.
+        finds_special: whether the text of special tokens is encoded as these, as in conversations, or as plain text.
         """
         if finds_special or not self._is_lossless:
             return self._encode_with_offsets(texts, finds_special=finds_special)
@@ -217,7 +217,7 @@ class FileTokenizer:
     def template_start(self) -> tuple[int, ...]:
         """Return the ids that the file's template puts before every text, as in transformers: often one, or none.
 
-        What it puts after a text is left out: `eod_id` ends every document.
+        Ids that it puts after a text are left out: `eod_id` ends every document.
         """
         with self._post_processed():
             encoded = self._inner.encode("a", add_special_tokens=True)

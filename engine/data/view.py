@@ -1,7 +1,7 @@
-"""Shows what training will see: the samples of a step with text, labels, documents and padding.
+"""Shows the input of training: the samples of a step with text, labels, documents and padding.
 
-Tokens and labels are those of the training step: `training_batches` builds the trainer's own sampler with the trainer's
-own arguments, and everything here is read off its batches.
+Tokens and labels are those of the training step: `training_batches` builds the sampler of the trainer with the same
+arguments, and everything here is read from its batches.
 """
 
 from __future__ import annotations

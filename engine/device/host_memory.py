@@ -28,17 +28,18 @@ class HostMemoryError(MemoryError):
     """Host memory for activations would exceed its limit; a run that fails with it has status `oom`.
 
     Attributes:
-        asked_bytes: Size of the allocation that failed.
+        requested_bytes: Size of the allocation that failed.
         in_use_bytes: Size of the buffers in use.
         limit_bytes: This rank's limit.
     """
 
-    def __init__(self, asked_bytes: int, in_use_bytes: int, limit_bytes: int) -> None:
-        self.asked_bytes, self.in_use_bytes, self.limit_bytes = asked_bytes, in_use_bytes, limit_bytes
+    def __init__(self, requested_bytes: int, in_use_bytes: int, limit_bytes: int) -> None:
+        self.requested_bytes, self.in_use_bytes, self.limit_bytes = requested_bytes, in_use_bytes, limit_bytes
         super().__init__(
-            f"host memory for activations is exhausted: {asked_bytes:,} more bytes were requested, {in_use_bytes:,} "
-            f"bytes are in use, this rank's limit is {limit_bytes:,} bytes. Raise memory.host_bytes, choose a "
-            "memory.activation_checkpoint that saves less (seq_fraction, full), or set memory.activation_store=device."
+            f"host memory for activations is exhausted: {requested_bytes:,} more bytes were requested, "
+            f"{in_use_bytes:,} bytes are in use, this rank's limit is {limit_bytes:,} bytes. Raise memory.host_bytes, "
+            "choose a memory.activation_checkpoint that saves less (seq_fraction, full), or set "
+            "memory.activation_store=device."
         )
 
 

@@ -18,7 +18,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
 from engine.distributed.collectives import gather_objects
 from engine.planning.topology import Degrees, Topology
-from engine.resolve.degrees import place_ranks
+from engine.resolve.degrees import resolve_topology
 
 # Before training one rank of a node may tokenise the whole corpus while the others wait in a collective.
 START_TIMEOUT = timedelta(minutes=60)
@@ -221,7 +221,7 @@ def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
     """
     placement = read_placement()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    degrees, topology = place_ranks(parallel, world_size, cluster.topology_nodes or _count_nodes(placement))
+    degrees, topology = resolve_topology(parallel, world_size, cluster.topology_nodes or _count_nodes(placement))
     device = choose_device(cluster, placement)
     return open_mesh(rank, degrees, device, topology)
 

@@ -1,7 +1,7 @@
 """Exports a checkpoint to a folder for transformers: safetensors, config.json, tokenizer. NumPy, no torch.
 
-One weight is in memory at a time, so models far larger than this machine's memory can be written: the library
-safetensors would want a whole file's. The folder appears under its name when it is whole.
+One weight is in memory at a time, so models far larger than this machine's memory can be written; the library
+safetensors would need all weights of a file. The folder is renamed to its name when it is complete.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import safe_open
 
-from engine.config.settings import RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.data.chat import ChatTemplate
 from engine.data.tokenizers import FileTokenizer, load_tokenizer_file
+from engine.export.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config, adapter_name
 from engine.pretrained.folder import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -34,7 +35,7 @@ from engine.pretrained.folder import (
     token_ids,
 )
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
-from engine.pretrained.shape import config_json, config_json_from, pretrained_of, yarn_warning
+from engine.pretrained.shape import config_json, config_json_from, hub_config_json, pretrained_of, yarn_warning
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 from engine.runs.files import json_text, new_folder
 
@@ -50,9 +51,9 @@ _PREFIX = "model."
 class ExportOrder:
     """What to export: the checkpoint of a run of `config` to `folder`, in files of at most `file_bytes`.
 
-    base: the model folder that training began with, whose other facts are carried over.
+    base: the model folder that training started from, whose other settings are copied.
     tokenizer: a folder with a tokenizer, or a tokenizer.json with files beside it; over files of the same name in base.
-    chat: the template that the run's conversations were rendered by, if it had any.
+    chat: the template that rendered the run's conversations, if there were any.
     """
 
     checkpoint: Path
@@ -63,6 +64,11 @@ class ExportOrder:
     base: Path | None = None
     tokenizer: Path | None = None
     chat: ChatTemplate | None = None
+
+    @property
+    def single_file(self) -> str:
+        """Name of the file of weights where there is one."""
+        return SINGLE_FILE if self.config.model.lora.rank is None else ADAPTER_FILE
 
 
 @dataclass(frozen=True)
@@ -84,16 +90,16 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     check_new(order.folder)
     base = None if order.base is None else open_model_folder(order.base)
     tokenizer = None if order.tokenizer is None else load_tokenizer_file(order.tokenizer)
-    window, warnings = _window(order.config, base)
-    facts: dict[str, Any] = {"seq_len": order.config.train.seq_len, "window_tokens": window, "dtype": order.dtype}
-    model = order.config.model
-    document = config_json(model, **facts) if base is None else config_json_from(base, model, **facts)
-    if warning := yarn_warning(document):
+    if order.config.model.lora.rank is not None:
+        return _export_adapters(order, manifest, tokenizer, progress)
+    document, warnings = _config_json(order, base)
+    if order.config.model.hf_config is None and (warning := yarn_warning(document)):
         warnings += (warning,)
     try:
         with new_folder(order.folder) as part:
             _copy_files(order, base, part)
-            generation = _set_ends(document, base, tokenizer)
+            is_ours = base is None and order.config.model.hf_config is None
+            generation = _ends_of_new(document, tokenizer) if is_ours else _set_ends(document, base, tokenizer)
             _write_json(part / CONFIG_FILE, document, None if base is None else base.config)
             if generation is not None:
                 original = None if base is None else base.generation_config
@@ -106,10 +112,58 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     return Exported(manifest.step, files, size, warnings)
 
 
+def _export_adapters(
+    order: ExportOrder, manifest: Manifest, tokenizer: FileTokenizer | None, progress: Callable[[int], None]
+) -> Exported:
+    """Write adapters alone, as peft reads them, with the tokenizer."""
+    try:
+        with new_folder(order.folder) as part:
+            if order.base is not None:
+                _copy(order.base, TOKENIZER_FILES, part)
+            _copy_files(order, None, part)
+            if tokenizer is not None:
+                _complete_tokenizer(order, tokenizer, part)
+            (part / ADAPTER_CONFIG_FILE).write_text(json_text(adapter_config(order.config.model)))
+            files, size = _write_weights(order, manifest, part, progress)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
+    warnings = _mask_warnings(order.config)
+    if order.config.model.init_from is None:
+        warnings += ("model.init_from: null: the adapters belong to random weights, which are not exported",)
+    return Exported(manifest.step, files, size, warnings)
+
+
+def _config_json(order: ExportOrder, base: ModelFolder | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return config.json, and warnings about settings that transformers cannot express."""
+    model, seq_len = order.config.model, order.config.train.seq_len
+    if model.hf_config is not None:
+        return hub_config_json(model.hf_config, seq_len=seq_len, dtype=order.dtype), _mask_warnings(order.config)
+    window, warnings = _window(order.config, base)
+    facts: dict[str, Any] = {"seq_len": seq_len, "window_tokens": window, "dtype": order.dtype}
+    if base is None:
+        return config_json(model, **facts), warnings
+    return config_json_from(base, model, **facts), warnings
+
+
+def _mask_warnings(config: RunConfig) -> tuple[str, ...]:
+    """Return a warning where the masks of a run are not those of the config.json that it trained."""
+    assert config.model.hf_config is not None
+    kinds = {*config.attention.mask_layers} or {config.attention.mask}
+    others = kinds - {"causal"} - ({"window"} if config.model.hf_config.get("sliding_window") else set())
+    return (_no_name(others),) if others else ()
+
+
+def _no_name(kinds: Iterable[str]) -> str:
+    return (
+        f"attention.mask={'/'.join(sorted(kinds))} has no name in transformers: the exported model looks at all tokens "
+        "before each"
+    )
+
+
 def _copy_files(order: ExportOrder, base: ModelFolder | None, part: Path) -> None:
     """Copy the files that training does not change; those of order.tokenizer override those of base.
 
-    README.md stays behind: it describes another model. So do weights in other formats and Python files.
+    README.md is not copied, since it describes another model; neither are weights in other formats and Python files.
     """
     if base is not None:
         legal = [path.name for path in base.path.iterdir() if path.name.lower().startswith(_LEGAL) and path.is_file()]
@@ -135,21 +189,25 @@ def _write_json(path: Path, document: Mapping[str, Any], original: Mapping[str, 
         path.write_text(json_text(document))
 
 
+def _ends_of_new(document: dict[str, Any], tokenizer: FileTokenizer | None) -> dict[str, Any] | None:
+    """Set in config.json of a new model what begins and ends a text; the generation_config.json, None for none."""
+    # Without these keys transformers uses the ids of the first Llama, which are ordinary text in other vocabularies.
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    if tokenizer is not None:
+        ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
+    document |= ids
+    return ids if tokenizer is not None else None
+
+
 def _set_ends(
     document: dict[str, Any], base: ModelFolder | None, tokenizer: FileTokenizer | None
 ) -> dict[str, Any] | None:
-    """Set in config.json what begins and ends a text; the generation_config.json to write, None for none.
+    """Set bos and eos ids in config.json; return the generation_config.json to write, None for none.
 
-    What a base folder states stays; the end of documents in training is added where no file names it.
+    Ids stated by config.json and a base folder are kept unchanged; the id that ends documents in training is added if
+    no file names it.
     """
-    if base is None:
-        # Without the keys transformers takes ids of the first Llama, in other vocabularies ordinary text.
-        ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
-        if tokenizer is not None:
-            ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
-        document |= ids
-        return ids if tokenizer is not None else None
-    generation = dict(base.generation_config)
+    generation = {} if base is None else dict(base.generation_config)
     stated = [index for source in (document, generation) for index in token_ids(source.get("eos_token_id"))]
     if tokenizer is not None and tokenizer.eod_id not in stated:
         for target in (document, generation):
@@ -160,7 +218,7 @@ def _set_ends(
 
 
 def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path) -> None:
-    """Name in tokenizer_config.json what begins and ends a text, where no file does; write the run's chat template."""
+    """Add bos and eos tokens to tokenizer_config.json if no file names them; write the chat template of the run."""
     written, named = open_tokenizer(part), tokenizer.named_tokens()
     missing: dict[str, str] = {
         name: named[name]
@@ -189,19 +247,16 @@ def weight_bytes(manifest: Manifest) -> int:
 
 
 def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tuple[str, ...]]:
-    """Return the attention window (None: causal), and warnings of what transformers cannot express."""
+    """Return the attention window (None: causal), and warnings about settings that transformers cannot express."""
     attention = config.attention
     kinds = {*attention.mask_layers} or {attention.mask}
     if kinds == {"causal"}:
         before = None if base is None else pretrained_of(base).window_tokens
-        # Sequences no longer than the window of the base did not change it.
+        # Sequences within the window of the base do not change it.
         return (before if before is not None and config.train.seq_len <= before else None), ()
     if kinds == {"window"}:
         return attention.window_tokens, ()
-    return None, (
-        f"attention.mask={'/'.join(sorted(kinds))} has no name in transformers: the exported model looks at all tokens "
-        "before each",
-    )
+    return None, (_no_name(kinds),)
 
 
 def _write_weights(
@@ -213,8 +268,8 @@ def _write_weights(
     total = sum(math.prod(facts.shape) for facts in weights.values()) * BYTES_OF[order.dtype]
     places: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
-        file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        outer = {name: hugging_face_name(name.removeprefix(_PREFIX)) for name in names}
+        file = order.single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        outer = {name: _outer_name(name.removeprefix(_PREFIX), order.config.model) for name in names}
         with (folder / file).open("wb") as stream:
             stream.write(_header({outer[name]: weights[name].shape for name in names}, order.dtype))
             for name in names:
@@ -228,13 +283,20 @@ def _write_weights(
     return len(groups), total
 
 
+def _outer_name(name: str, model: ModelConfig) -> str:
+    """Return the name of a parameter in transformers."""
+    if model.lora.rank is not None:
+        return adapter_name(name)
+    return name if model.implementation == "hf" else hugging_face_name(name)
+
+
 def _grouped(weights: Mapping[str, TensorFacts], order: ExportOrder) -> Iterator[Sequence[str]]:
     """Yield names by file, in order of the model; a weight larger than a file gets its own."""
     names: list[str] = []
     held = 0
     for name, facts in weights.items():
         size = math.prod(facts.shape) * BYTES_OF[order.dtype]
-        if names and held + size > order.file_bytes:
+        if names and held + size > order.file_bytes and order.single_file == SINGLE_FILE:
             yield names
             names, held = [], 0
         names.append(name)

@@ -64,7 +64,7 @@ class VocabularyRanks:
     scatter: Callable[..., Tensor]
 
 
-ALONE = VocabularyRanks(0, 1, lambda own: own, lambda values, out: out.copy_(values))
+ALONE = VocabularyRanks(0, 1, lambda local: local, lambda values, out: out.copy_(values))
 
 
 def linear_cross_entropy(

@@ -8,43 +8,36 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.model.llama import LlamaModel
+from engine.model.decoder import Decoder, Initial
 
 _BLOCK_ELEMENTS = 2**20  # do not change: another value gives other weights for the same seed
 
 
 @torch.no_grad()
-def init_weights(model: LlamaModel, seed: int) -> None:
-    """Initialise every parameter of `model` in place, without communication.
+def init_weights(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
+    """Initialise every parameter of `model` in place by its `Decoder.initial`, without communication.
 
-    Norm gains are 1, biases 0, all matrices and the embedding normal with std `init_std`. o_proj and down_proj, which
-    write to the residual stream, have init_std / sqrt(2 * num_layers), so that its variance does not grow with depth
-    (GPT-2, Radford et al. 2019). Parameters may be plain tensors or DTensors with any sharding.
+    Parameters may be plain tensors or DTensors with any sharding; those named in `loaded` have their values.
     """
     model.tie_weights()
     for name, parameter in model.named_parameters():
-        std = _standard_deviation(name, model)
+        if name in loaded:
+            continue
+        initial = model.initial(name)
         local, starts = local_block(parameter)
-        if std is None:
-            local.fill_(0.0 if name.endswith(".bias") else 1.0)
+        if initial.std == 0.0:
+            local.fill_(initial.mean)
         else:
-            _draw_block(local, std, f"{seed}/{name}", starts=starts, shape=parameter.shape)
-
-
-def _standard_deviation(name: str, model: LlamaModel) -> float | None:
-    """Return the standard deviation of a parameter's initial values; None for norm gains and biases."""
-    if "norm" in name or name.endswith(".bias"):
-        return None
-    std = model.config.init_std
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return std / math.sqrt(2 * model.config.num_layers)
-    return std
+            _draw_block(local, initial, f"{seed}/{name}", starts=starts, shape=parameter.shape)
+        for row in initial.zero_rows:
+            if starts[0] <= row < starts[0] + local.shape[0]:
+                local[row - starts[0]].zero_()
 
 
 def local_block(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
@@ -55,12 +48,12 @@ def local_block(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     return parameter.to_local(), chunk.offsets
 
 
-def _draw_block(local: Tensor, std: float, stream: str, *, starts: Sequence[int], shape: torch.Size) -> None:
+def _draw_block(local: Tensor, initial: Initial, stream: str, *, starts: Sequence[int], shape: torch.Size) -> None:
     """Fill a shard from the random stream `stream`.
 
     Args:
         local: The shard.
-        std: Standard deviation.
+        initial: Mean and standard deviation.
         stream: Seed and name of the parameter.
         starts: The shard's first index in every dimension.
         shape: Of the whole parameter.
@@ -72,7 +65,12 @@ def _draw_block(local: Tensor, std: float, stream: str, *, starts: Sequence[int]
         first = block * block_rows
         # Draw the whole block even if a part is needed: values may depend on how many are drawn together.
         values = torch.empty(min(block_rows, shape[0] - first), *shape[1:], dtype=torch.float32)
-        values.normal_(0.0, std, generator=_generator(stream, block))
+        generator = _generator(stream, block)
+        if initial.is_uniform:
+            bound = math.sqrt(3) * initial.std
+            values.uniform_(initial.mean - bound, initial.mean + bound, generator=generator)
+        else:
+            values.normal_(initial.mean, initial.std, generator=generator)
         start, stop = max(offset, first), min(end, first + values.shape[0])
         local[start - offset : stop - offset].copy_(values[(slice(start - first, stop - first), *columns)])
 

@@ -11,22 +11,21 @@ Dimensions: B sequences, T local rows (tokens) of each, d hidden size, H query h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from engine.config.settings import LossConfig, ModelConfig
 from engine.loss.head import LMHead
+from engine.model.decoder import AttentionFn, Decoder, Initial, Routing
 from engine.model.dropout import Dropout, dropped
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.linear import Linear
 from engine.model.rope import apply_rope, rope_table
-
-# q [B, T, H, D], k and v [B, T, K, D] -> out [B, T, H, D]; softmax scale 1 / sqrt(D); differentiable. The function
-# knows the mask and, with context parallelism, exchanges rows with other ranks.
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+from engine.model.weights import load_weights
 
 
 class RMSNorm(nn.Module):
@@ -159,7 +158,7 @@ class TransformerBlock(nn.Module):
         return branch.add_(hidden)
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(Decoder):
     """The decoder. For large shapes build it on the meta device, then call `to_empty` and `init_weights`."""
 
     def __init__(self, config: ModelConfig, loss: LossConfig | None = None) -> None:
@@ -169,7 +168,6 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
-        self.activation_store: object = None  # where its layers save activations; `apply_policies` sets it
         self.tie_weights()
 
     def forward(
@@ -178,15 +176,9 @@ class LlamaModel(nn.Module):
         positions: Tensor,
         attention: AttentionFn | Sequence[AttentionFn],
         dropout: Dropout | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
-        """Return the hidden states after the final norm, [B, T, d].
-
-        Args:
-            tokens: Token ids of the local rows, [B, T] int64.
-            positions: Global position of every row, [T] int64, in the order in which the layout put the rows.
-            attention: One function for all layers, or one per layer.
-            dropout: Dropout of the rows that hidden has on this rank (with tensor parallelism T / tp_size of them).
-        """
+        """See `Decoder`; it has no routers."""
         hidden: Tensor = self.embedding(tokens)
         shape = self.config
         cos, sin = rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
@@ -196,13 +188,22 @@ class LlamaModel(nn.Module):
         normed: Tensor = self.norm(hidden)
         return normed
 
-    def tie_weights(self) -> None:
-        """Make head and embedding one parameter if the config ties them."""
-        if self.config.tie_embeddings:
-            self.head.weight = self.embedding.weight  # type: ignore[assignment]
+    def initial(self, name: str) -> Initial:
+        """Norm gains are 1, biases 0, all matrices and the embedding normal with std `init_std`.
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LlamaModel:
-        """Apply `fn` to all parameters (`to`, `to_empty`, ...), then tie the weights again."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # replaces a shared parameter by two
-        self.tie_weights()
-        return self
+        o_proj and down_proj, which write to the residual stream, have init_std / sqrt(2 * num_layers), so that its
+        variance does not grow with depth (GPT-2, Radford et al. 2019).
+        """
+        if name.endswith(".bias"):
+            return Initial(0.0, 0.0)
+        if "norm" in name:
+            return Initial(1.0, 0.0)
+        std = self.config.init_std
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= math.sqrt(2 * self.config.num_layers)
+        return Initial(0.0, std)
+
+    def load(self, folder: Path) -> frozenset[str]:
+        """See `Decoder`."""
+        load_weights(self, folder)
+        return frozenset(name for name, _ in self.named_parameters())

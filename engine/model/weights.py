@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.config.errors import ConfigError
+from engine.model.decoder import Decoder
 from engine.model.init import local_block
-from engine.model.llama import LlamaModel
 from engine.pretrained.names import EMBEDDING, HEAD, check_names, different_head, hugging_face_name, weight_files
 from engine.pretrained.shape import differences, read_pretrained
 
 
 @torch.no_grad()
-def load_weights(model: LlamaModel, folder: Path) -> None:
+def load_weights(model: Decoder, folder: Path) -> None:
     """Load every parameter of `model` in place; parameters may have any sharding.
 
     Raises:

@@ -21,9 +21,10 @@ from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.distributed.mesh import Mesh
+from engine.hugging_face.decoder import HuggingFaceDecoder, window_problems
+from engine.model.decoder import Decoder
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
-from engine.model.weights import load_weights
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.tensor import slice_model
 from engine.planning.checkpoint_policy import layer_policies
@@ -35,7 +36,7 @@ from engine.resolve.run import ResolvedRun
 
 def build_model(
     run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
-) -> tuple[LlamaModel, ContextParallel]:
+) -> tuple[Decoder, ContextParallel]:
     """Return the model, sharded and initialised, and its attention over the cp ranks. Collective over all ranks.
 
     The model is built on the meta device, sharded, and allocated afterwards, so no rank ever holds all of it.
@@ -48,37 +49,54 @@ def build_model(
     return model, attention
 
 
-def set_first_weights(model: LlamaModel, config: RunConfig) -> None:
+def set_first_weights(model: Decoder, config: RunConfig) -> None:
     """Load the weights of model.init_from, or draw initial ones from the seed, in place. Collective over all ranks.
 
     Raises:
         ConfigError: The folder does not hold a model of this shape.
     """
-    if config.model.init_from is None:
-        init_weights(model, config.seed)
-    else:
-        load_weights(model, Path(config.model.init_from).expanduser())
+    source = config.model.init_from
+    loaded = frozenset[str]() if source is None else model.load(Path(source).expanduser())
+    init_weights(model, config.seed, loaded)
+    model.derive_weights()
 
 
 def build_empty_model(
     run: ResolvedRun, mesh: Mesh, attention: ContextParallel | None = None
-) -> tuple[LlamaModel, ContextParallel]:
+) -> tuple[Decoder, ContextParallel]:
     """Return what `build_model` returns, with uninitialised weights."""
     config = run.config
-    with torch.device("meta"):
-        model = LlamaModel(config.model, config.loss)
+    model = build_decoder(config)
     attention = attention or ContextParallel.of_run(run, mesh)
     parallelize(model, config, mesh, attention)
     model.to_empty(device=parameter_device(config.memory.optimizer_store, mesh.device))
+    model.fill_buffers(mesh.device)
     return model, attention
 
 
-def parallelize(model: LlamaModel, config: RunConfig, mesh: Mesh, attention: ContextParallel) -> None:
+def build_decoder(config: RunConfig) -> Decoder:
+    """Return the decoder of a run on the meta device, not parallelized.
+
+    Raises:
+        ConfigError: It is one of transformers that cannot be trained here; the reasons are named.
+    """
+    if config.model.implementation == "burst":
+        with torch.device("meta"):
+            return LlamaModel(config.model, config.loss)
+    decoder = HuggingFaceDecoder(config.model, config.loss)
+    if problems := list(window_problems(decoder.windows, config.attention, config.train.seq_len)):
+        raise ConfigError(problems)
+    return decoder
+
+
+def parallelize(model: Decoder, config: RunConfig, mesh: Mesh, attention: ContextParallel) -> None:
     """Change `model`, on the meta device, in place to run on `mesh` with this attention. Collective over all ranks."""
     if mesh.tp_mesh is not None:  # before FSDP2, which shards the tensor-parallel slices further
+        assert isinstance(model, LlamaModel), "refused by engine.resolve.rules"
         slice_model(model, mesh.tp_mesh)
         model.tie_weights()
     if config.train.compile:  # before the policies, which call the compiled halves
+        assert isinstance(model, LlamaModel), "refused by engine.resolve.rules"
         compile_layers(model, mesh.device)
     shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)  # the last dimension; one of replicas may come before it
     parameters = sum(parameter.numel() for parameter in model.parameters()) // shards

@@ -15,12 +15,19 @@ follows from attention's results by linear layers alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from engine.config.errors import ConfigError
-from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
+from engine.config.settings import CheckpointKind, Implementation, MemoryConfig, RunConfig
 from engine.planning.topology import length_multiple, padded_length
+
+# What the layers of an implementation can do (`engine.activations`).
+POLICIES_OF: Mapping[Implementation, frozenset[CheckpointKind]] = {
+    "burst": frozenset({"none", "full", "attn_out", "seq_fraction", "attn_out_every"}),
+    "hf": frozenset({"none", "full", "attn_out", "seq_fraction"}),
+}
 
 
 @dataclass(frozen=True)

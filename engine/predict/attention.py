@@ -1,6 +1,6 @@
-"""What the configured attention will do on every rank: work, traffic, buffers, predicted time. No torch.
+"""Preview of the configured attention on every rank: work, traffic, buffers, predicted time. No torch.
 
-The plans that are counted here are those that would be run.
+The counted plans are the very plans that a run executes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ MOST_RANKS_PLANNED = 32
 
 
 class Buffers(NamedTuple):
-    """Buffers of one rank for the same thing; `is_argument`: inputs and outputs of the plan.
+    """Buffers of one rank with the same kind, heads, memory and use.
 
-    `head_parts`: each holds one of so many parts of the heads; 1: all heads.
+    is_argument   whether these are inputs or outputs of the plan
+    head_parts    number of parts into which heads are split, of which a buffer has one; 1: all heads
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPreview:
-    """One pass of one layer on one rank; `pairs` are visible (query, key) pairs times the share of heads done here."""
+    """One pass of one layer on one rank; `pairs`: visible (query, key) pairs times this rank's share of the heads."""
 
     rank: int
     steps: int
@@ -53,7 +54,7 @@ class RankPreview:
     buffers: tuple[Buffers, ...]
 
     def buffer_bytes(self, where: Store, *, is_argument: bool | None = None) -> int:
-        """Bytes of the buffers in one memory; all of them, or only inputs and outputs, or only the others."""
+        """Return the bytes of buffers in one memory: all, only arguments (True), or only the others (False)."""
         return sum(b.size_bytes for b in self.buffers if b.where == where and is_argument in (None, b.is_argument))
 
 
@@ -61,9 +62,9 @@ class RankPreview:
 class PassPreview:
     """One pass of one layer.
 
-    ranks             those that are planned: all, or of a large group those of `planned_ranks`
-    ring_rank_pairs   visible pairs of every ring rank's queries, planned or not, all its heads counted once
-    timeline          of the planned ranks
+    ranks             planned ranks: all, or those of `planned_ranks` in a large group
+    ring_rank_pairs   visible pairs of every ring rank's queries, planned or not, with all its heads counted once
+    timeline          simulation of the planned ranks
     """
 
     direction: PassName
@@ -73,37 +74,37 @@ class PassPreview:
 
     @property
     def steps(self) -> int:
-        """Steps of the rank with most of them."""
+        """The largest number of steps of any rank."""
         return max(rank.steps for rank in self.ranks)
 
     @property
     def tiles(self) -> int:
-        """Tiles of the rank with most of them."""
+        """The largest number of tiles of any rank."""
         return max(rank.tiles for rank in self.ranks)
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs of one sequence that the mask lets through, over all ranks."""
+        """Visible (query, key) pairs of one sequence, over all ranks."""
         return sum(self.ring_rank_pairs)
 
     @property
     def balance(self) -> float:
-        """Pairs of the busiest rank over the mean of all ranks: 1 is perfect, 2 wastes half of the devices."""
+        """Pairs of the busiest rank divided by the mean over ranks: 1 is perfect, 2 leaves half of the devices idle."""
         total = sum(self.ring_rank_pairs)
         return max(self.ring_rank_pairs) * len(self.ring_rank_pairs) / total if total else 1.0
 
     @property
     def busiest_links(self) -> LinkBytes:
-        """Largest bytes of any planned rank, for each kind of link."""
+        """The most bytes that any planned rank sends, per kind of link."""
         return LinkBytes(*map(max, zip(*(rank.sent for rank in self.ranks), strict=True)))
 
     @property
     def largest_buffers(self) -> RankPreview:
-        """The rank whose buffers take most device memory."""
+        """The preview of the rank whose buffers take the most device memory."""
         return max(self.ranks, key=lambda rank: rank.buffer_bytes("device"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `buffers` are those of the rank that needs most device memory."""
+        """Return plain values for JSON; `buffers` are those of `largest_buffers`."""
         largest = self.largest_buffers
         memory = {
             where: {
@@ -125,10 +126,9 @@ class PassPreview:
 
 @dataclass(frozen=True)
 class LayerPreview:
-    """All that a step runs of layer `first` and of the others, `count` with it, that have the same mask, method and
-    policy, in its order.
+    """The passes of layer `first` in a training step, in order; `count` layers have the same mask, method and policy.
 
-    A pass "recompute" is the forward pass as it runs again in backward, for queries whose results were not kept.
+    A pass "recompute" is the forward pass that runs again in backward, for queries whose results were not saved.
     """
 
     attention: LayerAttention
@@ -137,7 +137,7 @@ class LayerPreview:
     passes: tuple[PassPreview, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `queries_before`: the position before which queries are attended again."""
+        """Return plain values for JSON; `queries_before`: attention of queries before this position is recomputed."""
         return {
             "layer": self.first,
             "count": self.count,
@@ -148,9 +148,7 @@ class LayerPreview:
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of attention in all layers of one pass over a sequence: of the rank that computes most, and what messages
-    add to it that nothing hides.
-    """
+    """Seconds of attention in all layers: computation of the busiest rank, and communication that is not hidden."""
 
     forward_s: float
     again_s: float
@@ -159,15 +157,15 @@ class AttentionTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Computation and exposed communication together."""
         return self.forward_s + self.again_s + self.backward_s + self.exposed_s
 
 
 @dataclass(frozen=True)
 class AttentionPreview:
-    """What attention does in all layers of a model, for a group of ranks that share a sequence.
+    """Attention in all layers of a model, on the ranks that share a sequence.
 
-    `layers`: one entry per distinct layer, that of layer 0 first.
+    layers   one entry per distinct layer, that of layer 0 first
     """
 
     method: AttentionMethod
@@ -177,17 +175,17 @@ class AttentionPreview:
 
     @property
     def passes(self) -> tuple[PassPreview, ...]:
-        """Those of layer 0."""
+        """The passes of layer 0."""
         return self.layers[0].passes
 
     @property
     def planned_ranks(self) -> tuple[int, ...]:
-        """Ranks whose plans were made: bytes, buffers, steps, tiles and seconds are the largest of theirs."""
+        """Planned ranks; bytes, buffers, steps, tiles and seconds are maxima over these."""
         return tuple(rank.rank for rank in self.passes[0].ranks)
 
     @property
     def time(self) -> AttentionTime:
-        """Predicted for all layers, each pass once."""
+        """Predicted time of all layers, each pass once."""
         computing: dict[PassName, float] = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
         exposed_s = 0.0
         for layer in self.layers:
@@ -198,15 +196,15 @@ class AttentionPreview:
 
     @property
     def warnings(self) -> list[str]:
-        """What is legal and probably not meant."""
+        """Legal settings that are probably a mistake, one sentence each."""
         return warnings_of(self.method, self.topology)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the method, and what every distinct layer does."""
+        """Return plain values for JSON: the method and every distinct layer."""
         return {**asdict(self.method), "layers": [layer.to_dict() for layer in self.layers]}
 
     def time_to_dict(self) -> dict[str, Any]:
-        """Predicted seconds of layer 0 by pass and of all layers."""
+        """Return predicted seconds of layer 0 per pass, and of all layers."""
         return {
             "machine": self.machine.name,
             "per_layer": {one.direction: _time_to_dict(one.timeline) for one in self.passes},
@@ -223,10 +221,11 @@ def preview_attention(
     machine: Machine,
     ranks: tuple[int, ...] | None = None,
 ) -> AttentionPreview:
-    """What `method` does for a run of `config` on the ranks of `topology`, which share one sequence.
+    """Return the preview of `method` for `config` on the ranks of `topology`, which share one sequence.
 
-    Plans `ranks`; None: all, of large groups those of `planned_ranks`, which takes a second or two for 256. Packed
-    documents, which only the data know, are planned as one sequence. Raises ConfigError for a mask that cannot be.
+    Plans `ranks`; None: all ranks, or those of `planned_ranks` in a large group, one or two seconds for 256 ranks.
+    Packed documents are unknown before data are read, so one sequence is planned. Raises ConfigError for an impossible
+    mask.
     """
     layer_pattern = attention_layers(config, method)
     blocks = divide_run(config, method, layer_pattern)
@@ -241,10 +240,10 @@ def preview_attention(
 
 
 def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, ...]:
-    """All ranks; of more than MOST_RANKS_PLANNED the ends of the first two nodes, of the last and of the busiest one.
+    """Return all ranks; above MOST_RANKS_PLANNED the end ranks of the first two, the last and the busiest node.
 
-    Rings differ at their ends only, and by what a rank's queries see: the tests find the largest figures of all ranks
-    among these.
+    Ranks of a ring differ at its ends, and by the visible pairs of their queries: tests confirm that these ranks have
+    the largest figures of all.
     """
     if topology.size <= MOST_RANKS_PLANNED:
         return tuple(range(topology.size))
@@ -252,12 +251,12 @@ def planned_ranks(topology: Topology, blocks: Blocks, mask: Mask) -> tuple[int, 
     busiest = topology.node_of(blocks.grid.rank(pairs.index(max(pairs)), 0))
     nodes = sorted({0, min(1, topology.nodes - 1), topology.nodes - 1, busiest})
     last = topology.local_ranks - 1
-    ends = sorted({0, min(blocks.grid.heads, last), last})  # of a node: the first two ring members, the last one
+    ends = sorted({0, min(blocks.grid.heads, last), last})  # in a node: the first two ring members and the last one
     return tuple(node * topology.local_ranks + rank for node in nodes for rank in ends)
 
 
 class _Group(NamedTuple):
-    """What a plan is counted with."""
+    """The values with which a plan is counted."""
 
     token_bytes: TokenBytes
     topology: Topology
@@ -266,13 +265,13 @@ class _Group(NamedTuple):
 
 
 def _preview_layer(attention: LayerAttention, blocks: Blocks, group: _Group) -> Iterator[PassPreview]:
-    """Every pass of a layer."""
+    """Yield every pass of a layer."""
     cut = attention.recompute_before
     plans = plan_method(attention.method, attention.mask, blocks, group.ranks, recompute_before=cut)
     pairs = ring_rank_pairs(attention.mask, blocks.ring)
     yield (forward := _preview_pass(plans.forward, "forward", group, pairs))
     again = plans.recompute
-    if again is plans.forward:  # all of it: counted and replayed already
+    if again is plans.forward:  # everything is recomputed: counted and simulated already
         yield replace(forward, direction="recompute")
     elif again is not None:
         fewer = ring_rank_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
@@ -301,7 +300,7 @@ def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> R
 
 
 def _buffers(plan: RankPlan, token_bytes: TokenBytes) -> tuple[Buffers, ...]:
-    """Slots of one kind, share of heads, memory and use together, in order of appearance."""
+    """Return the buffers grouped by kind, share of heads, memory and use, in order of appearance."""
     groups: defaultdict[tuple[Kind, int, Store, bool], list[Buffer]] = defaultdict(list)
     for buffer in plan.buffers:
         groups[buffer.kind, buffer.heads.count, buffer.where, buffer.argument is not None].append(buffer)

@@ -1,11 +1,11 @@
 """FLOPs of a training step, parameter counts, MFU, and the parts of a step's time. Standard library only.
 
-Per sequence of N tokens, with N_mat parameters of matmuls (head included, embedding lookup not) and P visible
-(query, key) pairs of the mask:
+Per sequence of N tokens, with N_mat parameters that a token is multiplied with (head included, embedding lookup not; of
+experts those that it is routed to) and P visible (query, key) pairs of the mask:
 
     forward    2 * N_mat * N           a multiplication and an addition per parameter and token
-             + 4 * L * H * D * P       Q K^T and P V, 2 * D each per pair and query head (P: of the mean layer)
-    backward   twice the forward       gradients of both operands of every matmul
+             + 2 * L * H * (D + Dv) * P    Q K^T and P V, per pair and query head (P: of the mean layer)
+    backward   twice the forward       gradients of both operands of every matmul; of frozen weights (LoRA) of one
 
 Conventions differ by more than 2x between publications, so each figure names its convention:
 
@@ -27,22 +27,46 @@ from engine.config.settings import ModelConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by use; a tied weight counts under `head`, and `embedding` is 0."""
+    """Parameters by use; a tied weight counts under `head`, and `embedding` is 0.
+
+    active_layer_matmuls: those of `layer_matmuls` that one token is multiplied with.
+    """
 
     embedding: int
     layer_matmuls: int
+    active_layer_matmuls: int
     vectors: int  # norm gains and biases
     head: int
 
     @property
     def total(self) -> int:
-        """All trained parameters."""
+        """All parameters of the model."""
         return self.embedding + self.layer_matmuls + self.vectors + self.head
 
     @property
     def matmul(self) -> int:
-        """N_mat: parameters of matmuls with every token."""
-        return self.layer_matmuls + self.head
+        """N_mat: parameters that every token is multiplied with."""
+        return self.active_layer_matmuls + self.head
+
+
+Shapes = tuple[tuple[int, int], ...]  # (inputs, outputs) of matrices
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """Shapes of the matrices of layers.
+
+    Attributes:
+        attention: Of attention, in every layer.
+        dense: Of the feed-forward of a layer without experts.
+        shared: In a layer with experts, what every token is multiplied with: the router and the shared experts.
+        expert: Of one expert.
+    """
+
+    attention: Shapes
+    dense: Shapes
+    shared: Shapes
+    expert: Shapes
 
 
 @dataclass(frozen=True)
@@ -54,20 +78,71 @@ class Flops:
     hardware: int
 
 
+def layer_shapes(model: ModelConfig) -> LayerShapes:
+    """Return the shapes of the matrices of the layers."""
+    hidden, heads, head_dim = model.hidden_size, model.num_heads, model.head_dim
+    output = (heads * (model.v_head_dim or head_dim), hidden)
+    if model.kv_lora_rank is None:
+        attention: Shapes = ((hidden, heads * head_dim), (hidden, 2 * model.num_kv_heads * head_dim), output)
+    else:
+        attention = (*_latent_shapes(model), output)
+    moe = model.num_moe_layers > 0
+    return LayerShapes(
+        attention=attention,
+        dense=_ffn_shapes(model, model.ffn_hidden_size),
+        shared=((hidden, model.num_experts), *_ffn_shapes(model, model.shared_expert_ffn_hidden_size)) if moe else (),
+        expert=_ffn_shapes(model, model.expert_ffn_hidden_size) if moe else (),
+    )
+
+
+def _latent_shapes(model: ModelConfig) -> Shapes:
+    """Return the projections of latent attention (DeepSeek-V2, arXiv:2405.04434): down to the latent, up to heads."""
+    assert model.kv_lora_rank is not None
+    rope, queries = model.rope_head_dim or 0, model.num_heads * model.head_dim
+    keys_and_values = model.num_heads * (model.head_dim - rope + (model.v_head_dim or model.head_dim))
+    down_up = ((model.hidden_size, model.kv_lora_rank + rope), (model.kv_lora_rank, keys_and_values))
+    if model.q_lora_rank is None:
+        return ((model.hidden_size, queries), *down_up)
+    return ((model.hidden_size, model.q_lora_rank), (model.q_lora_rank, queries), *down_up)
+
+
+def _ffn_shapes(model: ModelConfig, width: int) -> Shapes:
+    return ((model.hidden_size, width * (1 + model.gated_ffn)), (width, model.hidden_size)) if width else ()
+
+
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Count the parameters of `engine.model.llama.LlamaModel(model)` without building it."""
-    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * query_size + 2 * kv_size)
-    mlp = 3 * model.hidden_size * model.ffn_hidden_size
+    """Count the parameters of the model without building it.
+
+    Exact for `engine.model.llama.LlamaModel(model)`. With `implementation=hf` matrices are exact for families of a
+    common pattern, and norms and biases beyond those of the settings are left out.
+    """
+    shapes, moe_layers = layer_shapes(model), model.num_moe_layers
+    common = model.num_layers * _numbers(shapes.attention) + (model.num_layers - moe_layers) * _numbers(shapes.dense)
+    common += moe_layers * _numbers(shapes.shared)
+    experts = moe_layers * _numbers(shapes.expert)
     vocabulary = model.vocab_size * model.hidden_size
     gains = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
     biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
     return ParameterCount(
         embedding=0 if model.tie_embeddings else vocabulary,
-        layer_matmuls=model.num_layers * (attention + mlp),
+        layer_matmuls=common + experts * model.num_experts,
+        active_layer_matmuls=common + experts * model.experts_per_token,
         vectors=model.num_layers * (gains + biases) + model.hidden_size,
         head=vocabulary,
     )
+
+
+def ffn_rows(model: ModelConfig) -> float:
+    """Return the elements per token of the tensors inside the feed-forward: gate, up and their product; the mean over
+    layers, of experts those that a token is routed to.
+    """
+    routed = model.experts_per_token * model.expert_ffn_hidden_size + model.shared_expert_ffn_hidden_size
+    dense = (model.num_layers - model.num_moe_layers) * model.ffn_hidden_size
+    return (2 + model.gated_ffn) * (dense + model.num_moe_layers * routed) / model.num_layers
+
+
+def _numbers(shapes: Shapes) -> int:
+    return sum(inputs * outputs for inputs, outputs in shapes)
 
 
 def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
@@ -77,7 +152,7 @@ def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
 
 def forward_flops(model: ModelConfig, *, tokens: int, pairs: int) -> int:
     """Return the FLOPs of a forward pass over `tokens` tokens with `pairs` visible pairs per head over all layers."""
-    return 2 * count_parameters(model).matmul * tokens + _attention_forward(model, pairs)
+    return 2 * count_parameters(model).matmul * tokens + attention_flops(model, pairs)
 
 
 def step_flops(
@@ -103,11 +178,12 @@ def step_flops(
     tokens = seq_len * sequences
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
     every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
-    recomputed = 2 * recomputed_matrices * tokens + _attention_forward(model, recomputed_pairs)
+    recomputed = 2 * recomputed_matrices * tokens + attention_flops(model, recomputed_pairs)
+    frozen = 2 * count_parameters(model).matmul * tokens if model.lora.rank else 0  # gradients that nothing needs
     return Flops(
-        model=3 * forward,
-        model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair),
-        hardware=3 * forward + recomputed,
+        model=3 * forward - frozen,
+        model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair) - frozen,
+        hardware=3 * forward - frozen + recomputed,
     )
 
 
@@ -116,8 +192,9 @@ def mfu(flops: float, *, step_time_s: float, devices: int, peak_flops_per_s: flo
     return flops / (step_time_s * devices * peak_flops_per_s)
 
 
-def _attention_forward(model: ModelConfig, pairs: int) -> int:
-    return 4 * model.num_heads * model.head_dim * pairs
+def attention_flops(model: ModelConfig, pairs: int) -> int:
+    """Return the FLOPs of attention's forward pass over `pairs` visible pairs per head."""
+    return 2 * model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * pairs
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest, read_dataclass, to_plain
 from engine.config.settings import RunConfig
-from engine.planning.program.ops import Direction, LinkBytes
+
+if TYPE_CHECKING:  # every verb reads machines, and few of them plans
+    from engine.planning.program.ops import Direction, LinkBytes
 
 LinkKind = Literal["intra", "inter", "host"]
 # (size, fraction of the rate reached at this size), sizes ascending; empty: the full rate at all sizes.

@@ -1,15 +1,15 @@
-"""How much memory there is (of a device by its name, of this machine, or as the configuration says), and predictions
-of how much a step needs: from a process of its own, each at most once. No torch.
+"""Available memory of devices and hosts, and predictions of the memory of a step by a subprocess. No torch.
 
-`engine.training.fake_run.memory` runs a step on fake ranks and loads torch, neither of which belongs into this process.
-Its own is started with the first request, answers one after another and ends when none comes any more. Device memory
-is all that the driver reports; what no tensor can have of it is in `engine.predict.memory_ranks`.
+`engine.training.fake_run.memory` runs a step on fake ranks and imports torch, which must stay out of this process. The
+subprocess starts with the first request, answers requests one after another, and exits when idle. Device memory is all
+that the driver reports; the part that tensors cannot use is in `engine.predict.memory_ranks`.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import json
 import os
 import select
@@ -30,13 +30,13 @@ from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
 
 MIB = 2**20
-# The operating system, the page cache that data are read through, and the processes' own code.
+# Operating system, page cache of the data files, and the code of the processes.
 HOST_RESERVE_SHARE = 0.03
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine as the driver names it."""
+    """A GPU of this machine, with the name that the driver reports."""
 
     name: str
     total_bytes: int
@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this machine has."""
+    """GPUs and host memory of this machine."""
 
     gpus: tuple[Gpu, ...]
     host_bytes: int | None
@@ -53,7 +53,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a rank needs against the capacity; headroom: of the fuller memory, negative if bytes are missing."""
+    """Whether a rank fits on device and host; headroom: of the fuller memory, negative if bytes are missing."""
 
     device: bool
     host: bool
@@ -61,7 +61,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Both."""
+        """Whether it fits on both."""
         return self.device and self.host
 
 
@@ -69,9 +69,9 @@ class Fit:
 class Capacity:
     """Memory that a run may use.
 
-    device_bytes          of one device, for one rank
-    host_bytes_per_node   for all ranks of a node together; None: unknown
-    host_is_device        ranks compute on the CPU: device memory is a share of host memory, and both count together
+    device_bytes          memory of one device, for one rank
+    host_bytes_per_node   host memory for all ranks of a node together; None: unknown
+    host_is_device        ranks compute on the CPU: device memory is a share of host memory, so both are added
     """
 
     device_name: str
@@ -83,7 +83,7 @@ class Capacity:
     host_is_device: bool = False
 
     def fit(self, device_bytes: int, host_bytes: int) -> Fit:
-        """Whether a rank that needs so much at its worst moments has it; of host memory an equal share."""
+        """Return whether a rank with these peaks fits; host memory is shared equally by the ranks of a node."""
         left = [self.device_bytes - device_bytes]
         if self.host_is_device:
             left = 2 * [left[0] - host_bytes]
@@ -92,7 +92,7 @@ class Capacity:
         return Fit(left[0] >= 0, all(size >= 0 for size in left[1:]), min(left))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "device": self.device_name,
             "device_capacity_bytes": self.device_bytes,
@@ -107,13 +107,17 @@ class Capacity:
 def capacity_of(
     config: RunConfig, local_ranks: int, *, device: str | None = None, hardware: Hardware | None = None
 ) -> Capacity:
-    """The memory of a run with `local_ranks` ranks on every node; memory.device_bytes and memory.host_bytes overrule.
+    """Return the memory of a run with `local_ranks` ranks per node; memory.device_bytes and .host_bytes override it.
 
-    device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or a size (80GB); None: as cluster.machine and
-               cluster.backend say, else this machine's GPUs, else an H100
-    hardware   this machine, from `find_hardware`; None: it is asked
+    Args:
+        config: The configuration.
+        local_ranks: Ranks per node.
+        device: cpu, a name (a100, "NVIDIA H100 80GB HBM3") or a size (80GB). None: from cluster.machine and
+            cluster.backend, else this machine's GPUs, else an H100.
+        hardware: This machine. None: `find_hardware` is called.
 
-    Raises ConfigError for a device that is not known.
+    Raises:
+        ConfigError: The device is unknown.
     """
     here, memory = hardware or find_hardware(), config.memory
     name = device or configured_device(config) or (here.gpus[0].name if here.gpus else DEFAULT_DEVICE)
@@ -126,7 +130,7 @@ def capacity_of(
 
 
 def configured_device(config: RunConfig) -> str | None:
-    """What the configuration says about the device, if anything."""
+    """Return the configured device; None if it is not configured."""
     cluster = config.cluster
     if cluster.backend == "gloo" and not cluster.ranks_share_device:
         return "cpu"
@@ -135,14 +139,12 @@ def configured_device(config: RunConfig) -> str | None:
 
 @functools.cache
 def find_hardware() -> Hardware:
-    """What this machine has, asked once: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its
-    control group.
-    """
+    """Return GPUs (nvidia-smi) and host memory (/proc/meminfo, cgroup limit) of this machine; cached."""
     return Hardware(read_nvidia_smi(), *host_memory())
 
 
 def read_nvidia_smi() -> tuple[Gpu, ...]:
-    """GPUs as nvidia-smi lists them; none without it, or when it does not answer in time."""
+    """Return the GPUs that nvidia-smi lists; empty without it, or if it does not answer in time."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)
@@ -152,13 +154,13 @@ def read_nvidia_smi() -> tuple[Gpu, ...]:
 
 
 def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
-    """GPUs in lines such as `NVIDIA H200, 143771`; a line whose memory is no number ([N/A]) is left out."""
+    """Parse GPUs from lines such as `NVIDIA H200, 143771`; lines without a number of MiB ([N/A]) are skipped."""
     rows = [line.rpartition(",") for line in text.splitlines()]
     return tuple(Gpu(name.strip(), int(mib) * MIB) for name, _, mib in rows if mib.strip().isdigit())
 
 
 def host_memory(proc: str = PROC) -> tuple[int | None, str]:
-    """(bytes that processes here may use, where the number is from); the smallest of RAM and control group limits."""
+    """Return (bytes, source): the smallest of RAM and cgroup limits; None if unknown."""
     found = {
         "cgroup memory limit": group_limit_bytes("self", proc),
         "/proc/meminfo MemTotal": meminfo_bytes("MemTotal", proc),
@@ -169,8 +171,9 @@ def host_memory(proc: str = PROC) -> tuple[int | None, str]:
 
 
 def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig) -> Capacity:
-    """A device by name or by bytes, with the host memory that the configuration says; else one of this machine has this
-    machine's, and so has a CPU that no profile knows better.
+    """Return the capacity of a device given by name or size.
+
+    Host memory is the configured one; else this machine's, for its own devices and for a CPU without a profile.
     """
     said = None if memory.host_bytes is None else (memory.host_bytes, "memory.host_bytes")
     unknown: tuple[int | None, str] = (None, "unknown")
@@ -197,11 +200,11 @@ def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig)
     return Capacity(known.name, total, f"{known.source}; {total // MIB} MiB", *(said or published), local_ranks)
 
 
-# --- predictions from a process of their own --------------------------------------------------------------------------
+# --- predictions from a subprocess ------------------------------------------------------------------------------------
 
 
 SERVER_MODULE = "engine.training.fake_run.memory"
-IDLE_S = 30.0  # for which the process waits for another request
+IDLE_S = 30.0  # the subprocess exits after this time without a request
 TIMEOUT_S = 600.0
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -209,14 +212,14 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Peak memory of the rank that needs most, in bytes; on a CPU `device` is what tensors take outside of stores.
+    """Peak memory in bytes of the rank that needs the most; on a CPU, `device` are tensors outside activation stores.
 
-    rank             that rank; `host` figures are of one rank too: those of a node are local ranks times as much
-    phase            in which the device peak comes: forward, loss, backward or optimizer
+    rank             that rank; `host` figures are per rank, too: multiply by the local ranks for a node
+    phase            phase of the device peak: forward, loss, backward or optimizer
     components       {"device": {name: bytes}, "host": {...}} at the two peaks
-    phase_peaks      device bytes of every phase
-    reserve_bytes    on CUDA, besides: context, communicators, fragmentation
-    seconds          that the prediction took
+    phase_peaks      peak device bytes of every phase
+    reserve_bytes    additional bytes on CUDA: context, communicators, fragmentation
+    seconds          duration of the prediction
     """
 
     device: DeviceKind
@@ -232,27 +235,37 @@ class MemoryPrediction:
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory that a GPU must have free."""
+        """Device memory that must be free on a GPU."""
         return self.device_peak_bytes + self.reserve_bytes
 
     @property
     def needs(self) -> tuple[int, int]:
-        """(device, host) bytes, as `Capacity.fit` asks for them."""
+        """(device, host) bytes: the arguments of `Capacity.fit`."""
         return self.needed_bytes, self.host_peak_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {**asdict(self), "needed_bytes": self.needed_bytes}
 
 
-# Predicts a configuration and its method on the ranks of a topology (of the whole world).
+# Predicts the memory of a configuration and its method on the ranks of a topology (the whole world).
 Predict = Callable[[RunConfig, AttentionMethod, Topology], MemoryPrediction]
 
 
-class Predictor:
-    """Asks a process of its own, and remembers the answers."""
+def missing_library(config: RunConfig) -> str | None:
+    """Return why memory cannot be predicted on this machine for want of a library; None if it can."""
+    if config.model.implementation != "hf" or importlib.util.find_spec("transformers") is not None:
+        return None
+    return (
+        "the memory of model.implementation=hf is predicted with transformers, which is not installed here; "
+        "run: pip install 'burst-train[transformers]' (memory=auto needs it; memory=full does not)"
+    )
 
-    _errors: IO[str]  # what the process says beside its answers
+
+class Predictor:
+    """Sends requests to a subprocess, and caches the answers."""
+
+    _errors: IO[str]  # standard error of the subprocess
 
     def __init__(self, module: str = SERVER_MODULE, timeout_s: float = TIMEOUT_S) -> None:
         self._module, self._timeout_s = module, timeout_s
@@ -260,30 +273,32 @@ class Predictor:
         self._known: dict[str, dict[str, Any]] = {}
 
     def predict(self, config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
-        """The prediction for `config`, whose memory policy is named, with `method` on the ranks of `world`.
+        """Return the prediction for `config`, which names its memory policy, with `method` on the ranks of `world`.
 
-        Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
-        silent for the time limit.
+        Raises ConfigError if the configuration cannot run on these ranks, RunError if the subprocess fails or does not
+        answer within the time limit, or would need transformers, which is not installed.
         """
+        if (problem := missing_library(config)) is not None:
+            raise RunError(problem)
         return MemoryPrediction(**self._ask(_without_what_takes_no_memory(config), method, world))
 
     def start(self) -> subprocess.Popen[str]:
-        """The process, started if none is running; whoever will ask later may start it sooner."""
+        """Return the subprocess, started if none is running; callers may start it before their first request."""
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self.close()  # the files of one that has ended
-        # Tensors have no values there, and a GPU is not needed: it must not be touched while it is in use.
+        self.close()  # files of a subprocess that has exited
+        # Tensors have no values there, so no GPU is needed: hide GPUs that may be in use.
         environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", self._module]
         pipe = subprocess.PIPE
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it lives as long as the process
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 open while the process runs
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment
         )
         return self._process
 
     def close(self) -> None:
-        """Ends the process, if there is one."""
+        """Stop the subprocess, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -293,7 +308,7 @@ class Predictor:
     def _ask(self, config: RunConfig, method: AttentionMethod, world: Topology) -> dict[str, Any]:
         request = json.dumps({"config": to_plain(config), "method": to_plain(method), "world": to_plain(world)})
         if request not in self._known:
-            # A process that had waited long enough may end just when this comes.
+            # An idle process may exit just when this request arrives.
             document = json.loads(self._answer(request, again=True) or self._answer(request))
             if "problems" in document:
                 raise ConfigError(document["problems"])
@@ -301,7 +316,7 @@ class Predictor:
         return self._known[request]
 
     def _answer(self, request: str, *, again: bool = False) -> str:
-        """One line; empty when the process ended by itself before and may be asked `again`."""
+        """Return one line; empty if the process had exited before and the request may be sent `again`."""
         process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -323,14 +338,14 @@ class Predictor:
 
 @functools.cache
 def shared_predictor() -> Predictor:
-    """The one of this process: starting torch takes longer than most predictions."""
+    """Return the predictor of this process: importing torch takes longer than most predictions."""
     predictor = Predictor()
     atexit.register(predictor.close)
     return predictor
 
 
 def _without_what_takes_no_memory(config: RunConfig) -> RunConfig:
-    """Runs that differ in these need the same; what a machine has is no part of what a rank needs, either."""
+    """Return the configuration without settings that do not affect memory, so that equal requests share an answer."""
     plain = RunConfig()
     return replace(
         config,

@@ -43,7 +43,7 @@ def worst_ranks(config: RunConfig, method: AttentionMethod) -> list[int]:
 
 def _attention_bytes(layer: LayerAttention, blocks: Blocks, model: ModelConfig, saved: list[int]) -> list[int]:
     """Return for each rank the bytes of one layer's buffers plus saved results of all layers, for comparison."""
-    token = TokenBytes(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim)
+    token = TokenBytes(model.num_heads, model.num_kv_heads, model.head_dim, model.v_head_dim or model.head_dim)
     plans = plan_method(layer.method, layer.mask, blocks)
     passes = [
         [

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.settings import ModelConfig
-from engine.planning.program.ops import Buffer, Direction, HeadPart, LocalOp, Tile, TokenBytes, View
+from engine.planning.program.ops import Buffer, Direction, HeadPart, LocalOp, Tile, TokenBytes, Transfer, View
 from engine.planning.visibility.mask import Band
+from engine.predict.flops import ffn_rows
 
 
 def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
@@ -22,13 +23,18 @@ def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
 LOSS_PASSES = 4
 
 
-def layer_numbers(model: ModelConfig) -> int:
+def layer_numbers(model: ModelConfig) -> float:
     """Return the elements per token that a layer's elementwise kernels read and write in forward; backward twice that.
 
-    With the engine's fused kernels: two norms (4 d), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f).
+    With the engine's fused kernels: two norms (4 d), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f). Layers
+    of transformers run every operation by itself: a norm in fp32 takes 18 d in 16-bit elements, RoPE 10 of q and k,
+    SwiGLU 5 f. Experts gather the rows of their tokens and add theirs to the result: 5 d for each that a token has.
     """
     rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
-    return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
+    if model.implementation == "burst":
+        return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
+    moved = 5 * model.experts_per_token * model.hidden_size * model.num_moe_layers / model.num_layers
+    return 42 * model.hidden_size + 10 * rotated + 5 / 3 * ffn_rows(model) + moved
 
 
 def query_heads(tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> int:
@@ -80,6 +86,13 @@ class ViewBytes:
     def of(self, view: View) -> int:
         """Return the bytes of the rows of a view."""
         return (view.stop - view.start) * self._widths[view.buffer]
+
+    def of_transfer(self, transfer: Transfer) -> int:
+        """Return the bytes that a transfer moves."""
+        view, kind = transfer.view, transfer.kind
+        if kind is None:
+            return self.of(view)
+        return (view.stop - view.start) * self._token_bytes.of(kind, self._buffers[view.buffer].heads)
 
     def moved_by_tile(self, tile: Tile) -> int:
         """Return the bytes read and written to merge a tile's results into its accumulators, or to store them."""

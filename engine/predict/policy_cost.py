@@ -23,7 +23,8 @@ from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.topology import padded_length
-from engine.predict.flops import Flops, count_parameters, step_flops
+from engine.predict.flops import Flops, attention_flops, count_parameters, ffn_rows, step_flops
+from engine.predict.trained import trained_parameters
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
 _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
@@ -52,7 +53,7 @@ class PolicyCost:
     attention_flops: int
 
     @property
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes saved on one rank at the end of a forward pass."""
         return sum(self.layer_bytes)
 
@@ -86,8 +87,8 @@ def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
     return layers if chosen is None else min(layers, chosen)
 
 
-def kept_bytes(
-    policy: LayerPolicy, config: RunConfig, method: AttentionMethod, kept_rows: float = 0.0, *, tiled: bool = False
+def saved_bytes(
+    policy: LayerPolicy, config: RunConfig, method: AttentionMethod, saved_rows: float = 0.0, *, tiled: bool = False
 ) -> int:
     """Return the bytes that one layer saves on one rank.
 
@@ -95,7 +96,7 @@ def kept_bytes(
         policy: Of the layer.
         config: Shape, dtypes and batch.
         method: Of attention.
-        kept_rows: Rows whose attention results are saved under seq_fraction.
+        saved_rows: Rows whose attention results are saved under seq_fraction.
         tiled: Whether the layer runs in tiles.
     """
     model, tp_size = config.model, config.parallel.tp_size
@@ -104,21 +105,23 @@ def kept_bytes(
     padded = padded_length(config.train.seq_len, method.cp_size, tp_size)
     rows = -(-padded // method.cp_size) * config.train.micro_batch_size
     hidden = rows // tp_size * model.hidden_size * element  # between the layers a rank has T / tp rows
-    result_row = model.num_heads // tp_size * (model.head_dim * element + _WIDE_BYTES)  # out and lse
+    v_dim = model.v_head_dim or model.head_dim
+    result_row = model.num_heads // tp_size * (v_dim * element + _WIDE_BYTES)  # out and lse
     if policy.kind == "full":
         return hidden
     if policy.kind == "attn_out_every":
         return rows * result_row + hidden * policy.saves_input
     if policy.kind != "none":
-        return hidden + round((rows if policy.kind == "attn_out" else kept_rows) * result_row)
+        return hidden + round((rows if policy.kind == "attn_out" else saved_rows) * result_row)
     # Tiled layers recompute all but attention whatever the policy, so they save attention's tensors only.
     kv_heads = model.num_kv_heads * max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
-    inputs = hidden + rows * ((model.num_heads + 2 * kv_heads) // tp_size * model.head_dim * element + result_row)
+    projected = model.num_heads * model.head_dim + kv_heads * (model.head_dim + v_dim)
+    inputs = hidden + rows * (projected // tp_size * element + result_row)
     if tiled:
         return inputs
     # Outputs of both norms, the residual stream between (a norm saves one fp32 per row), gate, up and their product.
     # Inputs of tensor-parallel matrices are gathered, so they have T rows.
-    inside = rows * (2 * model.hidden_size + 3 * model.ffn_hidden_size // tp_size) * element
+    inside = round(rows * (2 * model.hidden_size + ffn_rows(model) / tp_size) * element)
     return inputs + inside + hidden + 2 * _WIDE_BYTES * (rows // tp_size)
 
 
@@ -128,14 +131,26 @@ def rank_parameters(config: RunConfig, method: AttentionMethod) -> int:
     return count_parameters(config.model).total // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
 
 
-def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True) -> int:
-    """Return the bytes of fp32 master weights, AdamW's moments and fp32 gradients of `parameters` parameters.
+def rank_trained(config: RunConfig, method: AttentionMethod) -> int:
+    """Return the parameters that one rank updates."""
+    parallel = config.parallel
+    return trained_parameters(config.model) // (parallel.tp_size * parallel.dp_shard_size * method.cp_size)
+
+
+def state_bytes(memory: MemoryConfig, parameters: int, trained: int | None = None, *, gradients: bool = True) -> int:
+    """Return the bytes of fp32 master weights, and of AdamW's moments and fp32 gradients of those that are trained.
 
     With optimizer_in_backward gradients exist for one layer at a time and are not counted.
+
+    Args:
+        memory: Dtype of the moments, and when weights are updated.
+        parameters: All that are held.
+        trained: Those that are not frozen; None: all.
+        gradients: Whether gradients count.
     """
     moment = _INT8_MOMENT_BYTES if memory.moments_dtype == "int8" else _WIDE_BYTES
     gradient = _WIDE_BYTES if gradients and not memory.optimizer_in_backward else 0
-    return parameters * (_WIDE_BYTES + gradient + 2 * moment)
+    return parameters * _WIDE_BYTES + (parameters if trained is None else trained) * (gradient + 2 * moment)
 
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
@@ -146,9 +161,10 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     on_host = sum(kept[: layers_on_host(config, method)])
     on_device = sum(kept) - on_host
     numbers, moved = rank_parameters(config, method), 2 * micro_steps * on_host
-    states = state_bytes(memory, numbers, gradients=False)
+    trained = rank_trained(config, method)
+    states = state_bytes(memory, numbers, trained, gradients=False)
     if memory.optimizer_store == "host":  # per micro-step weights are copied to the device twice, gradients back once
-        moved += 3 * micro_steps * _WIDE_BYTES * numbers
+        moved += micro_steps * _WIDE_BYTES * (2 * numbers + trained)
     offloads = memory.optimizer_store == "host" and config.cluster.backend != "gloo"
     sequences = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     sequences *= config.train.micro_batch_size * micro_steps
@@ -162,7 +178,7 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
         recomputed_pairs=pairs.again,
     )
     least = (on_device, on_host + states) if offloads else (on_device + states, on_host)
-    return PolicyCost(kept, matrices, least, moved, flops, 4 * model.num_heads * model.head_dim * pairs.again)
+    return PolicyCost(kept, matrices, least, moved, flops, attention_flops(model, pairs.again))
 
 
 def _layer_costs(
@@ -179,7 +195,7 @@ def _layer_costs(
     for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
         rows = config.train.micro_batch_size * kept[layer_pattern[index % len(layer_pattern)]]
         recomputed = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
-        yield kept_bytes(policy, config, method, rows, tiled=tiled), recomputed
+        yield saved_bytes(policy, config, method, rows, tiled=tiled), recomputed
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:
@@ -187,7 +203,7 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
 
     The last matmul, down_proj, is skipped (`engine.model.linear`), unless the next layer's input is recomputed from it
     (attn_out_every). After a head exchange that needs q, k and v again, because attention's saved results are those of
-    other rows.
+    other rows. With `implementation=hf` layers are recomputed as a whole, and the mean one is returned.
 
     Args:
         policy: Of the layer.
@@ -195,6 +211,8 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
         tiled: Whether the layer runs in tiles.
         exchanged: Whether attention exchanges heads.
     """
+    if model.implementation == "hf":
+        return 0 if policy.kind == "none" else count_parameters(model).active_layer_matmuls // model.num_layers
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     project = model.hidden_size * (query + 2 * kv)
     finish = model.hidden_size * (query + 2 * model.ffn_hidden_size)

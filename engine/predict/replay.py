@@ -146,7 +146,7 @@ class _Replay:
                 continue  # its sender adds it
             src, dst, op = (peer, rank, "send") if transfer.op == "recv" else (rank, peer, transfer.op)
             order = (_CHANNEL_ORDER[transfer.channel], (dst - src) % self.plan.size, src)
-            size = self.bytes[rank].of(transfer.view)
+            size = self.bytes[rank].of_transfer(transfer)
             messages.append(_Message(order, transfer.tag, transfer.channel, op, src, dst, size))
         return sorted(messages)
 

@@ -15,10 +15,11 @@ from engine.config.settings import MemoryConfig, RunConfig
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.topology import Topology, sequence_group
 from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
-from engine.predict.flops import StepParts, StepTime, count_parameters
+from engine.predict.flops import StepParts, StepTime, count_parameters, layer_shapes
 from engine.predict.machine import Machine
 from engine.predict.plan_costs import LOSS_PASSES, layer_numbers
 from engine.predict.policy_cost import PolicyCost, policy_cost
+from engine.predict.trained import trained_parameters
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 UPDATE_BYTES = 28  # read and written by AdamW per parameter
@@ -75,6 +76,7 @@ class _Step:
         # Tokens of the step per rank; with tensor parallelism a rank does 1 / tp_size of the work of each.
         self.rows = config.train.micro_batch_size * self.micro_steps * config.train.seq_len / self.group.size
         self.parameters = count_parameters(config.model)
+        self.trained = trained_parameters(config.model)
 
     def predict(self) -> StepTime:
         """Predict its time."""
@@ -111,19 +113,32 @@ class _Step:
 
     def _matrices(self) -> tuple[float, float]:
         """Return the seconds of the layers' matmuls and of their recomputation, each at the rate of its shape."""
-        model, tp_size = self.config.model, self.tp_size
-        query, kv = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-        hidden, ffn = model.hidden_size, model.ffn_hidden_size
-        shapes = ((hidden, query), (hidden, kv), (query, hidden), (hidden, 2 * ffn), (ffn, hidden))
-        once = model.num_layers * sum(self._trained_s(*shape) for shape in shapes)
-        trained = 6 * self.parameters.layer_matmuls * self.rows / tp_size
+        model, shapes = self.config.model, layer_shapes(self.config.model)
+        dense_layers = model.num_layers - model.num_moe_layers
+        once = model.num_layers * sum(self._trained_s(*shape) for shape in shapes.attention)
+        once += dense_layers * sum(self._trained_s(*shape) for shape in shapes.dense)
+        once += model.num_moe_layers * sum(self._trained_s(*shape) for shape in shapes.shared)
+        if model.num_moe_layers:  # products of an expert have its share of the tokens
+            share = model.experts_per_token / model.num_experts
+            expert_s = sum(self._trained_s(*shape, share=share) for shape in shapes.expert)
+            once += model.num_moe_layers * model.num_experts * expert_s
+        products = 3 if model.lora.rank is None else 2
+        trained = 2 * products * self.parameters.active_layer_matmuls * self.rows / self.tp_size
         return once, once * self.cost.linear_flops / self.world.size / trained
 
-    def _trained_s(self, inputs: int, outputs: int) -> float:
-        """Return the seconds of the three matmuls with a weight: forward, and the gradients of both operands."""
-        tokens = self.tile_tokens or self.rows / self.micro_steps
+    def _trained_s(self, inputs: int, outputs: int, share: float = 1.0) -> float:
+        """Return the seconds of the three matmuls with a weight: forward, and the gradients of both operands.
+
+        Args:
+            inputs: Of the weight.
+            outputs: Of the weight.
+            share: Of the tokens, that are multiplied with it.
+        """
+        tokens = share * (self.tile_tokens or self.rows / self.micro_steps)
         side = min(tokens, inputs, outputs / self.tp_size)
-        return 6 * inputs * outputs * self.rows / self.tp_size / self.machine.product_flops_per_s(side)
+        products = 3 if self.config.model.lora.rank is None else 2  # frozen weights need no gradient
+        flops = 2 * products * inputs * outputs * share * self.rows / self.tp_size
+        return flops / self.machine.product_flops_per_s(side)
 
     def _elementwise_s(self) -> float:
         """Return the seconds of elementwise kernels: forward, backward (twice as much), and recomputation."""
@@ -145,7 +160,7 @@ class _Step:
         logits = LOSS_PASSES * model.vocab_size
         return self._trained_s(model.hidden_size, model.vocab_size) + self._moved_s(logits, model.vocab_size)
 
-    def _moved_s(self, numbers: int, width: int) -> float:
+    def _moved_s(self, numbers: float, width: int) -> float:
         """Return the seconds of moving `numbers` elements per row, in operands of `width` elements per row."""
         rows = self.rows / self.tp_size
         operand_bytes = self.element * width * (self.tile_tokens or rows / self.micro_steps)
@@ -163,6 +178,7 @@ class _Step:
         gather_s = self.element * self._ring_s(shards)
         reduce_s = GRADIENT_BYTES * self._ring_s(shards)
         reduce_s += 2 * GRADIENT_BYTES / shards * self._ring_s(config.parallel.dp_replicate_size, apart=shards)
+        reduce_s *= self.trained / self.parameters.total
         embedding = self.config.model.vocab_size * self.config.model.hidden_size / self.parameters.total
         # In backward reductions are served first, since the optimizer waits for them.
         hidden = max(0.0, backward_s - times * reduce_s)
@@ -210,7 +226,7 @@ class _Step:
         gradient arrives last and which forward needs first.
         """
         config, memory = self.config, self.config.memory
-        numbers = self.parameters.total / (self.world.size // config.parallel.dp_replicate_size)
+        numbers = self.trained / (self.world.size // config.parallel.dp_replicate_size)
         if memory.optimizer_store != "host":
             return numbers * UPDATE_BYTES / self.machine.update_bytes_per_s
         update_s = numbers * UPDATE_BYTES / (HOST_BYTES_PER_S / self.world.local_ranks)

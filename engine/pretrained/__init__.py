@@ -1,1 +1,1 @@
-"""Model folders of Hugging Face: what config.json says, tokenizer files, names of weights."""
+"""Model folders of Hugging Face: shape from config.json, tokenizer files, names of weights."""

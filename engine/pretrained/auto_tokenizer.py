@@ -8,27 +8,21 @@ brings along (trust_remote_code) is never run.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.config.errors import DataError
 from engine.pretrained.folder import TokenizerFiles
-from engine.runs.files import cache_folder, read_json_object, replace_json
-
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-_TIMEOUT_S = 900
+from engine.pretrained.transformers_process import TransformersError, ask
+from engine.runs.files import replace_json
 
 
 @dataclass(frozen=True)
 class AutoTokenizerFacts:
-    """What AutoTokenizer loaded. tokenizer: text of its tokenizer.json. version: of transformers."""
+    """Result of AutoTokenizer. tokenizer: text of its tokenizer.json. version: version of transformers."""
 
     tokenizer: str
     special_tokens: Mapping[str, str]
@@ -36,32 +30,17 @@ class AutoTokenizerFacts:
     version: str
 
 
-def has_transformers() -> bool:
-    """Return whether this Python can import transformers, without importing it."""
-    return importlib.util.find_spec("transformers") is not None
-
-
 def ask_transformers(files: TokenizerFiles) -> AutoTokenizerFacts:
     """Load a folder with AutoTokenizer.from_pretrained, cached by the content of its files.
 
     Raises DataError when it cannot load the folder.
     """
-    place = cache_folder() / "tokenizers" / f"{files.digest[:32]}.json"
     try:
-        found: Mapping[str, Any] | None = read_json_object(place)
-    except (OSError, ValueError):
-        found = None
-    if found is None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-m", "engine.pretrained.auto_tokenizer", str(files.folder), str(place)]
-        done = subprocess.run(
-            argv, env={**os.environ, **_OFFLINE}, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
+        return AutoTokenizerFacts(
+            **ask("engine.pretrained.auto_tokenizer", files.folder, f"tokenizers/{files.digest[:32]}.json")
         )
-        found = read_json_object(place) if done.returncode == 0 else None
-        if found is None:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise DataError(f"transformers cannot load the tokenizer in {files.folder}: {why}")
-    return AutoTokenizerFacts(**found)
+    except TransformersError as error:
+        raise DataError(f"transformers cannot load the tokenizer in {files.folder}: {error}") from error
 
 
 def main(folder: str, out: str) -> None:

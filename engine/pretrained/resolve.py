@@ -1,7 +1,8 @@
 """Resolves the tokenizer of a folder to an object of the library tokenizers: vocabulary, added and special tokens.
 
-Ids are those of AutoTokenizer of transformers 5. What its LlamaTokenizer makes of a tokenizer.json is built here too;
-other classes that read the file otherwise than it is written are refused where transformers is there to compare with.
+Ids are those of AutoTokenizer of transformers 5. The pipeline that its LlamaTokenizer builds from a tokenizer.json is
+built here too; other classes that read the file otherwise than it is written are refused where transformers is there to
+compare with.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 from engine.config.errors import DataError
 from engine.config.schema import hash_json
-from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers, has_transformers
+from engine.pretrained.auto_tokenizer import AutoTokenizerFacts, ask_transformers
 from engine.pretrained.folder import VOCABULARY_FILES, TokenizerFiles
+from engine.pretrained.transformers_process import has_transformers
 
-# What tokenizers do differently: blanks at edges and in rows, digits, scripts, marks, code, bytes that are no letters.
+# Text that tokenizers treat differently: blanks at edges and in runs, digits, scripts, marks, code, control bytes.
 PROBE_TEXTS = (
     "hello there, World! It's 1234567 of 89.",
     " a blank before,  two   three\tand\n\n\n lines\r\n  ",
@@ -98,7 +100,7 @@ def _from_file(files: TokenizerFiles) -> Any:
 def _add_tokens(inner: Any, files: TokenizerFiles) -> None:
     """Add the tokens of the files next to tokenizer.json, in the order of transformers.
 
-    The library chooses ids itself, so an id that a file states may turn out to be another: refused.
+    The library chooses ids itself, so an id stated by a file may differ from it: refused.
     """
     from tokenizers import AddedToken
 
@@ -119,10 +121,10 @@ def _add_tokens(inner: Any, files: TokenizerFiles) -> None:
 
 
 def _rebuilt(inner: Any, files: TokenizerFiles) -> Any:
-    """`inner` with the pipeline that LlamaTokenizer of transformers 5 builds in place of the one in tokenizer.json.
+    """`inner` with the pipeline that LlamaTokenizer of transformers 5 builds instead of the one in tokenizer.json.
 
     Only vocabulary, merges, added tokens and post-processor of the file stay. Other than with version 4, no blank is
-    put before a text that begins with one, unless the folder says `legacy`. A byte-level tokenizer.json is left as it
+    put before a text that begins with one, unless the folder sets `legacy`. A byte-level tokenizer.json is left as it
     is and refused by `verify`, since the class would make other ids of it.
 
     Source: transformers 5.23, models/llama/tokenization_llama.py and _get_prepend_scheme of convert_slow_tokenizer.py.
@@ -174,7 +176,7 @@ def _from_difference(ids: list[int], others: list[int]) -> str:
 def _ambiguous(files: TokenizerFiles, facts: AutoTokenizerFacts, ours: str, theirs: str) -> str:
     save_again = "save the tokenizer again with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
     remedy = f"{save_again} to have the ids of that class"
-    if not files.model_type:  # else transformers may take the class of the model, whatever tokenizer_class says
+    if not files.model_type:  # else transformers may use the class of the model instead of tokenizer_class
         remedy += ", or set tokenizer_class in tokenizer_config.json to PreTrainedTokenizerFast to have the others"
     return (
         f"{files.folder}: the ids of this tokenizer are ambiguous: {facts.class_name} of transformers {facts.version} "

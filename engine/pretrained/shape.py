@@ -1,23 +1,24 @@
 """Converts the shape of a model from and to Hugging Face's config.json. Standard library only.
 
-Families: Llama 2 and 3, Mistral, Qwen 2 and 2.5 (biases of q, k and v), Qwen 3 (norms of q and k). What a config.json
-asks for and this model does not have is an error: nothing is left out silently.
+Families: Llama 2 and 3, Mistral, Qwen 2 and 2.5 (biases of q, k and v), Qwen 3 (norms of q and k). A config.json that
+requires unsupported features is an error: nothing is left out silently.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.config.settings import ModelConfig, RopeScalingConfig
+from engine.config.settings import MaskKind, ModelConfig, RopeScalingConfig
+from engine.pretrained.decoder_shape import Pretrained
 from engine.pretrained.folder import CONFIG_FILE, ModelFolder, open_model_folder
 
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by family
-# What a config.json leaves out. Source: LlamaConfig, MistralConfig, Qwen2Config and Qwen3Config of transformers 5.23;
+# Defaults of a config.json. Source: LlamaConfig, MistralConfig, Qwen2Config and Qwen3Config of transformers 5.23;
 # a test compares. None: computed from other numbers (`_heads`).
 _COMMON_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -74,17 +75,8 @@ _FREE = frozenset({"name", "init_std", "init_from", "require_init_from"})
 _ROPE_KEYS = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
 _YARN_ATTENTION = frozenset({"attention_factor", "mscale", "mscale_all_dim"})
 _ROPE_NAMES = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
-# What all models of these families have, where they say it (engine.model.rope).
+# RoPE keys that may be stated, and the only value that is supported (engine.model.rope).
 _ROPE_FIXED = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """A model in a folder: its shape, attention window (None: causal), longest trained sequence."""
-
-    model: ModelConfig
-    window_tokens: int | None
-    seq_len: int
 
 
 def read_pretrained(folder: Path) -> Pretrained:
@@ -115,7 +107,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Return the settings in which a configured model differs from that of a folder.
 
     RoPE may be scaled where the folder's is not, or in another way: that is how contexts grow. Leaving the folder's
-    scaling out, or another base (which is what kind=ntk is for), would undo what the model has learned.
+    scaling out, or another base (which is what kind=ntk is for), would undo the training of the model.
     """
     names = [item.name for item in fields(ModelConfig) if item.name not in _FREE and item.name != "rope_scaling"]
     pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in names}
@@ -156,7 +148,7 @@ def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, 
 def config_json_from(
     base: ModelFolder, model: ModelConfig, *, seq_len: int, window_tokens: int | None, dtype: str
 ) -> dict[str, Any]:
-    """Build config.json from that of `base` with what training changed: RoPE, window, longest sequence, dtype.
+    """Build config.json from that of `base` with the changes of training: RoPE, window, longest sequence, dtype.
 
     A RoPE scaling that changed is written as versions 4 and 5 of transformers both read it. Raises ConfigError when no
     family fits.
@@ -177,6 +169,15 @@ def config_json_from(
     if window_tokens != before.window_tokens:
         document.pop("layer_types", None)
         document |= _window_json(family, model.num_layers, window_tokens, is_new=True)
+    names = [name for name in ("dtype", "torch_dtype") if name in document] or ["torch_dtype"]
+    return document | dict.fromkeys(names, dtype)
+
+
+def hub_config_json(stated: Mapping[str, Any], *, seq_len: int, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a trained model of transformers: `stated`, with its dtype and longest sequence."""
+    document = dict(stated)
+    if isinstance(length := document.get("max_position_embeddings"), int) and length < seq_len:
+        document["max_position_embeddings"] = seq_len
     names = [name for name in ("dtype", "torch_dtype") if name in document] or ["torch_dtype"]
     return document | dict.fromkeys(names, dtype)
 
@@ -214,7 +215,7 @@ def _window_json(family: str, layers: int, window_tokens: int | None, *, is_new:
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what this model does not support; document: with defaults."""
+    """Yield one sentence per unsupported feature; document: config.json with defaults."""
     for name, expected in {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}.items():
         if document.get(name, expected) != expected:
             yield f"{name} is {document[name]!r}, expected {expected!r}: this model has nothing else"
@@ -224,10 +225,10 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     if not kinds <= {"full_attention", "sliding_attention"}:
         yield f"layer_types has {', '.join(sorted(kinds))}; expected full_attention or sliding_attention"
     if document["model_type"] == "mistral" and kinds == {"full_attention"} and _window_tokens(document) is not None:
-        yield f"layer_types says full_attention, but sliding_window is {document['sliding_window']}; correct one"
+        yield f"layer_types has full_attention, but sliding_window is {document['sliding_window']}; correct one"
     if "sliding_attention" in kinds and _window_tokens(document) is None:
         yield (
-            "layer_types says sliding_attention, but use_sliding_window or sliding_window says that there is none; "
+            "layer_types has sliding_attention, but use_sliding_window or sliding_window disables it; "
             "correct one of them"
         )
 
@@ -267,11 +268,12 @@ def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
         qk_norm=document["model_type"] == "qwen3",
     )
     window = _window_tokens(document) if "sliding_attention" in _layer_kinds(document) else None
-    return Pretrained(model, window, int(document["max_position_embeddings"]))
+    masks: tuple[MaskKind, ...] = ("causal",) if window is None else ("window",)
+    return Pretrained(model, window, int(document["max_position_embeddings"]), masks)
 
 
 def _rope_disagreement(stated: Mapping[str, Any]) -> str | None:
-    """In what the spellings of RoPE in a config.json differ: rope_parameters, rope_scaling, keys at the top."""
+    """Return how the RoPE settings of a config.json differ between rope_parameters, rope_scaling and top-level keys."""
     spellings = {name: _spelled(stated, name) for name in ("rope_parameters", "rope_scaling")}
     facts = {name: rope for name, rope in spellings.items() if rope is not None}
     parts = []
@@ -302,7 +304,7 @@ def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> It
     elif kind == "yarn" and not math.isclose(_attention_factor(rope), own := _yarn_factor(float(rope["factor"]))):
         yield f"yarn's attention factor is {_attention_factor(rope)} there; this model has {own} for its factor"
     if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        yield f"partial_rotary_factor is {rope['partial_rotary_factor']}: here RoPE turns whole heads"
+        yield f"partial_rotary_factor is {rope['partial_rotary_factor']}: here RoPE rotates whole heads"
 
 
 def _number(value: Any) -> Any:

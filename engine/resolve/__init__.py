@@ -1,1 +1,1 @@
-"""From a checked configuration and what is known of its machines to what every rank does: decided once, never torch."""
+"""Resolve a checked configuration and facts about its machines into the work of every rank, once. No torch."""

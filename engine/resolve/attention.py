@@ -1,9 +1,10 @@
-"""From a legal configuration to one frozen method: where it leaves something free, the fastest by prediction. No torch.
+"""Resolve a legal configuration into one frozen attention method; open choices are predicted. No torch.
 
-attention=auto takes the best of all legal methods. A named preset may leave free what circulates in backward, and how
-many local tiles wait for the last gradients that come home between nodes. All of these are choices of time, so the
-plans of all choices are replayed on the machine. What is plainest is taken unless another choice is predicted to save
-more than a tolerance: predictions say nothing below that, and plain plans have fewer and larger tiles.
+attention=auto selects the best of all legal methods. A named preset may leave open the moving operand of backward, and
+how many local tiles are deferred until the last gradients return to their owners from other nodes. These choices affect
+time only, so the plans of all choices are replayed on the machine model. The simplest choice wins unless another one is
+predicted to save more than a tolerance: smaller differences are within the error of predictions, and simple plans have
+fewer and larger tiles.
 
 Pure functions of configuration, topology and machine.
 """
@@ -33,17 +34,17 @@ from engine.predict.step_time import replayed_attention
 from engine.resolve.decisions import Decision, Rule
 from engine.resolve.legality import legal_attention, legal_methods
 
-MOVING_OPERAND_TOLERANCE = 0.02  # of what circulates, and of the tiles that are deferred
-METHOD_TOLERANCE = 0.01  # of methods: within it the one with the smallest buffers is taken
-# Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.
+MOVING_OPERAND_TOLERANCE = 0.02  # for the moving operand and the deferred tiles
+METHOD_TOLERANCE = 0.01  # for methods: within it the one with the smallest buffers wins
+# Choices for larger groups are compared on a group of this size with the same ranks per node and tokens per rank.
 PROXY_RANKS = 16
-# Of methods for larger groups than are planned whole, this many are planned as they are, a second each for 256 ranks.
+# For larger groups only this many methods are planned at full size: one second each for 256 ranks.
 FINALISTS = 2
 
 
 @dataclass(frozen=True)
 class MethodCandidate:
-    """A legal method with what it is predicted to cost, all layers and passes of one sequence."""
+    """A legal method and its predicted cost over all layers and passes of one sequence."""
 
     attention: AttentionConfig
     method: AttentionMethod
@@ -68,15 +69,15 @@ class MethodCandidate:
 
 
 def select_preset(config: RunConfig, topology: Topology, machine: Machine) -> tuple[AttentionConfig, Decision]:
-    """The settings of attention with the best preset in place of auto; those of a config that names one are kept.
+    """Return the attention settings with `auto` replaced by the best preset; a named preset is returned unchanged.
 
     Args:
-        config: a legal configuration; under memory=auto the policy that attends everything again stands for it.
-        topology: the ranks that share one sequence.
-        machine: on which methods are predicted.
+        config: A legal configuration. Under memory=auto the policy that recomputes all attention is assumed.
+        topology: The ranks that share one sequence.
+        machine: Device and links for which times are predicted.
 
     Raises:
-        ConfigError: no method is legal; its problems are the rules that every one of them violates.
+        ConfigError: No method is legal; its problems are the rules that every method violates.
     """
     name = config.attention.preset
     if name != "auto":
@@ -89,7 +90,7 @@ def select_preset(config: RunConfig, topology: Topology, machine: Machine) -> tu
 
 
 def rank_methods(config: RunConfig, topology: Topology, machine: Machine) -> list[MethodCandidate]:
-    """Every legal method once, of a large group the FINALISTS, best first. Raises ConfigError as `legal_methods`."""
+    """Return every legal method, best first; in a large group FINALISTS. Raises ConfigError as `legal_methods`."""
     legal = legal_methods(config, topology)
     small, group = proxy_group(config, topology, MOST_RANKS_PLANNED)
     if group != topology:
@@ -109,9 +110,9 @@ def _predicted(
     *,
     whole: Topology | None = None,
 ) -> list[MethodCandidate]:
-    """Candidates for methods, fastest first.
+    """Return the candidates for methods, fastest first.
 
-    whole: the ranks of the methods, where those of `topology` stand for them; each is then predicted scaled down.
+    whole: the real ranks of the methods, if `topology` is a smaller proxy group; each method is then scaled down to it.
 
     Raises ConfigError when none of them can be planned.
     """
@@ -127,7 +128,7 @@ def _predicted(
                 trial = replace(config, attention=scaled_attention(attention, method, topology))
                 scaled = resolve_attention(trial, topology, machine)
                 preview = replayed_attention(trial, scaled, topology, machine)
-        except ConfigError as error:  # a mask that cannot be, or a smaller group that cannot stand for this one
+        except ConfigError as error:  # an impossible mask, or a group that has no smaller proxy
             problems += error.problems
             continue
         found.append(_candidate(attention, method, preview))
@@ -147,15 +148,15 @@ def resolve_attention(config: RunConfig, topology: Topology, machine: Machine) -
 
 
 def select_moving_operand(config: RunConfig, topology: Topology, machine: Machine) -> tuple[AttentionMethod, Decision]:
-    """The configured preset with its overrides as a legal method, and why it circulates what it does in backward.
+    """Return the configured preset with its overrides as a legal method, and the decision about its moving operand.
 
     Args:
-        config: names a preset.
-        topology: the ranks that share one sequence.
-        machine: on which choices that the preset leaves free are predicted.
+        config: A configuration that names a preset.
+        topology: The ranks that share one sequence.
+        machine: Device and links for which times are predicted.
 
     Raises:
-        ConfigError: with every violated rule and the nearest legal degrees.
+        ConfigError: Lists every violated rule and the nearest legal degrees.
     """
     return circulate(config, legal_attention(config, topology), topology, machine)
 
@@ -163,11 +164,11 @@ def select_moving_operand(config: RunConfig, topology: Topology, machine: Machin
 def circulate(
     config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine
 ) -> tuple[AttentionMethod, Decision]:
-    """`method`, the legal one of `config`, with the fastest choice of what its preset leaves free, and why."""
+    """Return the legal `method` of `config` with the fastest values of open settings, and why."""
     choices = moving_choices(config.attention, method, topology)
     if len(choices) == 1:
         return method, Decision(_CIRCULATES, method.backward_circulates, Rule.CONFIGURED)
-    # Of what is kept only the border between what is and is not computed again matters to a plan.
+    # Only the border between recomputed and saved rows affects a plan.
     plain = MemoryConfig()
     cut = replace(plain, activation_checkpoint="seq_fraction", saved_fraction=config.memory.saved_fraction)
     config = replace(config, memory=cut if method.split_at else plain)
@@ -178,8 +179,8 @@ def circulate(
 
 
 def proxy_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:
-    """A smaller group with as many ranks per node and tokens per rank; those given, where they have `most_ranks`."""
-    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # of the whole length
+    """Return a smaller group with the same ranks per node and tokens per rank; unchanged up to `most_ranks` ranks."""
+    lists_blocks = "blocks" in (config.attention.mask, *config.attention.mask_layers)  # they cover the whole sequence
     if topology.size <= most_ranks or lists_blocks:
         return config, topology
     nodes = max(2, PROXY_RANKS // topology.local_ranks) if topology.nodes > 1 else 1
@@ -203,7 +204,7 @@ def proxy_method(
 
 
 def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small: Topology) -> AttentionConfig:
-    """The method's settings for the smaller group that stands for the whole one."""
+    """Return the method's settings for the smaller proxy group."""
     heads = math.gcd(method.head_parallel_size, small.local_ranks)
     inner = small.local_ranks // heads if method.ring_outer_size > 1 else small.size // heads
     outer = small.size // heads // inner
@@ -211,7 +212,7 @@ def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small:
 
 
 _CIRCULATES = "attention.backward_circulates"
-MovingChoice = tuple[Circulated, int]  # what circulates in backward, local tiles that are deferred
+MovingChoice = tuple[Circulated, int]  # moving operand of backward, number of deferred local tiles
 
 
 def _choice_name(choice: MovingChoice) -> str:
@@ -220,7 +221,7 @@ def _choice_name(choice: MovingChoice) -> str:
 
 
 def moving_choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[MovingChoice]:
-    """What the preset leaves free, the plainest first. Inside one node the last hop is too short to hide it."""
+    """Return the choices that the preset leaves open, simplest first. In one node the last hop is too short to hide."""
     free = leaves_direction_free(attention) and method.chunk_tokens is None
     ring_size = method.ring_inner_size * method.ring_outer_size
     defers = PRESETS[attention.preset].defers_local_tiles and method.chunk_tokens is None
@@ -236,10 +237,10 @@ def moving_choices(attention: AttentionConfig, method: AttentionMethod, topology
 def _fastest(
     config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[MovingChoice, ...]
 ) -> tuple[MovingChoice, tuple[float, ...]]:
-    """The first choice that no other one beats by more than the tolerance in the backward passes of all layers, and the
-    seconds of all.
+    """Return the first choice that no other beats by more than the tolerance, and the seconds of every choice.
 
-    Documents, which only the data know, are one sequence.
+    Seconds are those of the backward passes of all layers. Documents are not known before the data are read, so one
+    sequence is assumed.
     """
     small, proxy, group = proxy_method(config, method, topology)
     layers = attention_layers(small, proxy)

@@ -1,4 +1,4 @@
-"""Rules of data, and of the weights that a run begins with, evaluates and saves; `engine.data.rules` reads files."""
+"""Rules for data settings and for weights that a run loads, evaluates and saves; `engine.data.rules` reads files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.config.settings import DataConfig, RunConfig
 if TYPE_CHECKING:
     pass
 
-_WEIGHT_TOLERANCE = 1e-6  # of a sum: what 0.1 + 0.2 + 0.7 may lack
+_WEIGHT_TOLERANCE = 1e-6  # rounding error of a sum such as 0.1 + 0.2 + 0.7
 
 
 def data_rules(config: RunConfig) -> Iterator[str]:
-    """One sentence per broken rule."""
+    """Yield one sentence per violated rule of data settings."""
     yield from _vocabulary(config)
     yield from _sources(config.data)
     yield from _conversations(config.data)
@@ -26,7 +26,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
 
 
 def weight_rules(config: RunConfig) -> Iterator[str]:
-    """One sentence per broken rule."""
+    """Yield one sentence per violated rule of initial and saved weights."""
     yield from _guard(config)
     yield from _evaluation(config)
     yield from _other_tokens(config)
@@ -35,7 +35,7 @@ def weight_rules(config: RunConfig) -> Iterator[str]:
 
 
 def _vocabulary(config: RunConfig) -> Iterator[str]:
-    """The model has a row for every id that the tokenizer can give; of a tokenizer.json only the file is known here."""
+    """Check that the model has a row for every id of the tokenizer; a tokenizer.json is not opened here."""
     rows = config.model.vocab_size
     needs = {"bytes": 256, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer)
     if needs is not None and config.data.format != "shards" and rows < needs:
@@ -50,7 +50,7 @@ def _sources(data: DataConfig) -> Iterator[str]:
     paths, weights = data.mix_paths, data.mix_weights
     if data.format == "stdlib" and data.paths:
         yield (
-            f"data.paths: data.format=stdlib reads no files, but {list(data.paths)} was given; choose what they hold: "
+            f"data.paths: data.format=stdlib reads no files, but {list(data.paths)} was given; choose their format: "
             "data=text, data=jsonl, data=parquet or data=shards"
         )
     if data.format != "stdlib" and not data.paths:
@@ -80,7 +80,7 @@ def _conversations(data: DataConfig) -> Iterator[str]:
         if data.chat_template is not None:
             yield (
                 f"data.chat_template={data.chat_template} renders conversations, but data.messages_field is null; name "
-                "the key they stand under (often data.messages_field=messages), or leave the template out"
+                "their key (often data.messages_field=messages), or leave the template out"
             )
         return
     if data.prompt_field is not None:
@@ -96,7 +96,7 @@ def _conversations(data: DataConfig) -> Iterator[str]:
 
 
 def _bos(data: DataConfig) -> Iterator[str]:
-    """What would be accepted and do nothing."""
+    """Reject settings of data.bos that would have no effect."""
     if data.format == "shards" and data.bos != "auto":
         yield f"data.bos={data.bos}: data.format=shards takes tokens as they are; leave data.bos=auto"
 
@@ -113,15 +113,15 @@ def _lengths(data: DataConfig) -> Iterator[str]:
             f"data.length_weights: got {len(weights)} numbers, expected {len(buckets) + 1 if buckets else 0}: one more "
             f"than the {len(buckets)} data.length_buckets, and none without them"
         )
-    # Written such that NaN fails, too.
+    # Written so that NaN fails as well.
     elif weights and not (min(weights) >= 0 and abs(sum(weights) - 1) <= _WEIGHT_TOLERANCE):
         yield f"data.length_weights: got {list(weights)}, expected shares of 0 or more that add up to 1"
 
 
 def _echo(config: RunConfig) -> Iterator[str]:
-    """What comes twice is cut and crosses documents, so nothing may depend on where they begin."""
+    """Repeated tokens cross document boundaries, so no other setting may depend on these."""
     if config.attention.documents:
-        yield "attention.documents=true hides what data.echo_tokens repeats; set one of them to its default"
+        yield "attention.documents=true masks the tokens that data.echo_tokens repeats; set one of them to its default"
     if config.data.length_buckets:
         yield "data.length_buckets needs whole documents, and data.echo_tokens cuts them; leave one of them out"
 
@@ -145,7 +145,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _other_tokens(config: RunConfig) -> Iterator[str]:
-    """Ids of a tokenizer that was trained just now mean nothing to weights that are older."""
+    """Token ids of a newly trained tokenizer have no meaning for existing weights."""
     if config.model.init_from is not None and config.data.tokenizer == "bpe" and config.data.format != "shards":
         yield (
             f"data.tokenizer=bpe is trained on this corpus, so the weights of model.init_from={config.model.init_from} "
@@ -155,9 +155,9 @@ def _other_tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
-    """Ranks on other machines start in a folder of their own, so no path can be meant from here.
+    """Require absolute paths for ranks on other machines, whose working directory differs from this one.
 
-    What train.checkpoint.resume_from names may be a run, of which a launch finds the path.
+    train.checkpoint.resume_from may name a run; its path is then found at launch.
     """
     settings = config.train.checkpoint
     named = {

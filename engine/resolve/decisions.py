@@ -1,4 +1,4 @@
-"""What was decided, and by which rule, as values. Only the command line puts them into words."""
+"""Decisions about open settings, and the rule behind each, as values. The command line formats them as text."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 class Rule(StrEnum):
     """Why a setting has its value."""
 
-    CONFIGURED = "configured"  # the configuration, or the preset that it names, says so
-    FASTEST = "fastest"  # by prediction, of all that are legal
-    FASTEST_THAT_FITS = "fastest that fits"  # by prediction, of all that are legal and have the memory they need
-    NEAREST_TO_FIT = "nearest to fit"  # nothing fits: the one that lacks least memory
+    CONFIGURED = "configured"  # set by the configuration or by its preset
+    FASTEST = "fastest"  # of all legal choices, by prediction
+    FASTEST_THAT_FITS = "fastest that fits"  # of all legal choices that fit into memory, by prediction
+    NEAREST_TO_FIT = "nearest to fit"  # no choice fits: the smallest shortage of memory
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One setting that the configuration left open, or might have.
+    """The value of one setting that may be left open, and why it was selected.
 
     Attributes:
-        setting: dotted key of the setting.
-        value: as it is typed.
-        rule: why it has that value.
-        figures: what was compared or counted, by name; units are in the names.
-        candidates: all that it was chosen from, the chosen one first, each with a `to_dict`. Not part of what ranks
-            read, so a decision that was read back has none.
+        setting: Dotted key of the setting.
+        value: Its value, as a user would type it.
+        rule: Why it has that value.
+        figures: Compared or counted figures by name; units are in the names.
+        candidates: All candidates, the selected one first, each with a `to_dict`. Not written to resolved.json, so
+            empty in a decision that was read back.
     """
 
     setting: str
@@ -37,10 +37,10 @@ class Decision:
     candidates: tuple[Any, ...] = field(default=(), compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the candidates."""
+        """Return plain JSON values, without the candidates."""
         return {"setting": self.setting, "value": self.value, "rule": self.rule.value, "figures": dict(self.figures)}
 
 
 def decision_from_dict(values: Mapping[str, Any]) -> Decision:
-    """The decision that `Decision.to_dict` wrote."""
+    """Return the decision that `Decision.to_dict` wrote."""
     return Decision(str(values["setting"]), str(values["value"]), Rule(values["rule"]), dict(values["figures"]))

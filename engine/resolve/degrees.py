@@ -1,4 +1,4 @@
-"""How many ranks every axis has, and which ranks share a sequence. No torch."""
+"""Sizes of the parallel axes, and which ranks share a sequence. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.planning.topology import Degrees, Topology
 
 
 def known_cp_size(parallel: ParallelConfig, world_size: int | None) -> int | None:
-    """Ranks that share one sequence; None while the number of ranks is unknown or the degrees do not fit it."""
+    """Return the ranks per sequence; None if the world size is unknown or the degrees do not fit it."""
     others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
     if world_size is None or others < 1:
         return parallel.cp_size
@@ -19,7 +19,7 @@ def known_cp_size(parallel: ParallelConfig, world_size: int | None) -> int | Non
 
 
 def resolve_degrees(parallel: ParallelConfig, world_size: int) -> Degrees:
-    """The size of every axis; `cp_size` null takes the ranks that the others leave. Raises ConfigError."""
+    """Return the size of every axis; `cp_size` null becomes the remaining factor. Raises ConfigError."""
     cp_size = known_cp_size(parallel, world_size)
     if cp_size is not None:
         return Degrees(parallel.dp_replicate_size, parallel.dp_shard_size, cp_size, parallel.tp_size)
@@ -36,8 +36,8 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> Degrees:
     )
 
 
-def place_ranks(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[Degrees, Topology]:
-    """The degrees of a run and where its ranks lie. Raises ConfigError with every problem."""
+def resolve_topology(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[Degrees, Topology]:
+    """Return the degrees of a run and the topology of its ranks. Raises ConfigError with every problem."""
     problems: list[str] = []
     if world_size % nodes:
         problems.append(
@@ -51,7 +51,7 @@ def place_ranks(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[
     if problems:
         raise ConfigError(problems)
     topology = Topology(nodes, world_size // nodes)
-    if topology.local_ranks % degrees.tp_size:  # it talks four times per layer and pass
+    if topology.local_ranks % degrees.tp_size:  # it communicates four times per layer and pass
         raise ConfigError(
             f"parallel.tp_size: got {degrees.tp_size}, which does not divide the {topology.local_ranks} ranks of a "
             f"node, and tensor parallelism stays inside a node; legal values: {legal_sizes(topology.local_ranks)}"
@@ -60,7 +60,7 @@ def place_ranks(parallel: ParallelConfig, world_size: int, nodes: int) -> tuple[
 
 
 def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
-    """One sentence per size of the model that `tp_size` ranks cannot slice evenly."""
+    """Return one sentence per size of the model that `tp_size` ranks cannot slice evenly."""
     sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")}
     legal = legal_sizes(math.gcd(*sizes.values()))
     return [
@@ -72,13 +72,13 @@ def tensor_parallel_problems(model: ModelConfig, tp_size: int) -> list[str]:
 
 
 def sequence_topology(config: RunConfig, world: Topology) -> Topology:
-    """Where the ranks of one sequence lie. Raises ConfigError where none can."""
-    degrees, topology = place_ranks(config.parallel, world.size, world.nodes)
+    """Return the topology of the ranks of one sequence. Raises ConfigError if the degrees do not fit."""
+    degrees, topology = resolve_topology(config.parallel, world.size, world.nodes)
     return degrees.cp_topology(topology)
 
 
 def world_topology(config: RunConfig) -> Topology:
-    """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
+    """Return the topology of all ranks of the run. Raises ConfigError while their number is unknown."""
     parallel, nodes = config.parallel, config.cluster.topology_groups
     cp_size = known_cp_size(parallel, config.cluster.world_size)
     if cp_size is None:

@@ -159,7 +159,7 @@ def _predicted(
         sent += sum(link.total for link in plan.bytes_by_link(of_pass, topology).values())
     # Products of the own rows outside of tiles: gradients of latents and weight; with saved latents k and v again.
     products = 0 if backward.latent else 2 + (form == "latent")
-    rows = max(blocks.home.row_counts)
+    rows = max(blocks.rank_layout.row_counts)
     rate = machine.product_flops_per_s(min(rows, sizes.latent.rank if sizes.latent else rows))
     seconds += products * expanded_rows_flops(sizes, rows) / rate
     return KvFormCandidate(form, method, seconds, int(sent))

@@ -1,7 +1,7 @@
-"""Which configurations can run: rules between settings, ranks and methods; every broken one at once. No torch.
+"""Check whether a configuration can run: rules between settings, ranks and methods, all reported together. No torch.
 
-Asked when words become a configuration, and again once the survey has found how many ranks there are. Ranks that
-a launch starts do not ask: they read what `engine.resolve.run` made of a legal configuration.
+Checked when overrides are composed into a configuration, and again when the survey has found the number of ranks. Ranks
+of a launch do not check again: they read the `ResolvedRun` of a legal configuration.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from engine.planning.methods.presets import (
 )
 from engine.planning.topology import Grid, Topology, divisors, padded_length
 from engine.predict.machine import find_device, find_machine, read_rates, unknown_device
-from engine.resolve.degrees import known_cp_size, place_ranks, sequence_topology, tensor_parallel_problems
+from engine.resolve.degrees import known_cp_size, resolve_topology, sequence_topology, tensor_parallel_problems
 from engine.resolve.rules import check_config, config_problems
 
 
 def problems(config: RunConfig) -> list[Problem]:
-    """One problem per broken rule, those between settings alone (`engine.resolve.rules`) first.
+    """Return one problem per violated rule, those between settings alone (`engine.resolve.rules`) first.
 
     Rules that need the number of ranks are skipped while it is unknown.
     """
@@ -47,18 +47,18 @@ def problems(config: RunConfig) -> list[Problem]:
 
 
 def check_run(config: RunConfig) -> None:
-    """Raise ConfigError with one sentence per broken rule, unless a run of this configuration may start."""
+    """Raise ConfigError with one sentence per violated rule, unless a run of this configuration may start."""
     check_config(config, _RULES)
 
 
 def _degrees(config: RunConfig) -> Iterator[Problem]:
-    """Degrees multiply to the number of ranks, nodes divide it, and slices of a matrix lie in one node."""
+    """Check that degrees multiply to the world size, nodes divide it, and tensor parallelism stays inside a node."""
     world_size, nodes, parallel = config.cluster.world_size, config.cluster.topology_groups, config.parallel
     sizes = {key: value for key, value in vars(parallel).items() if key.endswith("_size")}
     if world_size is None or any(size is not None and size < 1 for size in (nodes, *sizes.values())):
         return
     try:
-        place_ranks(parallel, world_size, nodes)
+        resolve_topology(parallel, world_size, nodes)
     except ConfigError as error:
         keys = (*(f"parallel.{name}" for name in sizes), "cluster.topology_nodes", "cluster.ranks_per_node")
         for text in error.problems:
@@ -66,19 +66,19 @@ def _degrees(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tensor_parallel(config: RunConfig) -> Iterator[str]:
-    """Every matrix can be sliced."""
+    """Check that every matrix can be sliced evenly."""
     if config.parallel.tp_size > 0:
         yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
 
 
 def _attention(config: RunConfig) -> Iterator[Problem]:
-    """What `legal_attention` refuses, as soon as the number of ranks that share a sequence is known."""
+    """Yield the problems that `legal_attention` raises, once the number of ranks that share a sequence is known."""
     cp_size = known_cp_size(config.parallel, config.cluster.world_size)
     attention = config.attention
     sizes = (attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size, cp_size)
     if cp_size is None or any(size is not None and size < 1 for size in sizes) or not _has_legal_heads(config.model):
         return
-    if attention.preset == "auto":  # takes a legal method, or says later why there is none
+    if attention.preset == "auto":  # resolved later, with a reason if no method is legal
         return
     try:
         tile_tokens_of(config, legal_attention(config, _topology(config, cp_size)))
@@ -93,22 +93,22 @@ def _has_legal_heads(model: ModelConfig) -> bool:
 
 
 def _topology(config: RunConfig, cp_size: int) -> Topology:
-    """Where the ranks of one sequence lie; on one node as long as the number of ranks is unknown."""
+    """Return the topology of the ranks of one sequence; a single node while the world size is unknown."""
     world_size, nodes = config.cluster.world_size, config.cluster.topology_groups
     try:
-        degrees, topology = place_ranks(config.parallel, world_size or 0, max(1, nodes))
+        degrees, topology = resolve_topology(config.parallel, world_size or 0, max(1, nodes))
         return degrees.cp_topology(topology)
-    except ConfigError:  # of which another rule speaks
+    except ConfigError:  # reported by another rule
         return Topology(1, cp_size)
 
 
 def _machine(config: RunConfig) -> Iterator[str]:
-    """The machine has a known name or a readable profile, and its rates are rates."""
+    """Check that the machine has a known name or a readable profile, with valid rates."""
     cluster = config.cluster
     name, rates = cluster.machine.name, cluster.machine.rates
     try:
         known = name == "auto" or find_device(name)
-    except ConfigError as error:  # a profile that cannot be read
+    except ConfigError as error:  # an unreadable profile
         yield from (f"cluster.machine.name: {text}" for text in error.problems)
         return
     if not known:
@@ -127,10 +127,16 @@ _RULES = (file_rules, _machine, _degrees, _tensor_parallel, _attention)
 
 
 def legal_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
-    """The configured preset with its overrides as a legal method on the ranks of `topology`, which share one sequence;
-    what the preset leaves free is the plainest that there is (`resolve_attention` chooses).
+    """Return the configured preset with its overrides as a legal method.
 
-    Raises ConfigError with every violated rule and the nearest legal degrees.
+    Settings that the preset leaves open get their simplest value; `resolve_attention` selects the fastest.
+
+    Args:
+        config: A configuration that names a preset.
+        topology: The ranks that share one sequence.
+
+    Raises:
+        ConfigError: Lists every violated rule and the nearest legal degrees.
     """
     attention, train = config.attention, config.train
     model = local_heads(config.model, config.parallel.tp_size)
@@ -170,10 +176,12 @@ def legal_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
 
 
 def _default_layout(config: RunConfig, preset: Preset, split_at: int) -> LayoutName:
-    """The preset's; in place of zigzag contiguous where every layer has a window, since only neighbours then see each
-    other's keys, split_zigzag where attention of a first part of the sequence is computed again, and balanced where
-    documents are apart: their lengths, not positions, then say who has much to do. Its blocks may differ by a few
-    rows, which tensor parallel ranks cannot divide.
+    """Return the preset's layout, with a better one in place of zigzag.
+
+    contiguous     every layer has a window: only neighbours see each other's keys
+    split_zigzag   attention of a first part of the sequence is recomputed in backward
+    balanced       documents are masked from each other: their lengths, not positions, determine the work of a rank. Its
+                   blocks may differ by a few rows, which tensor parallel ranks cannot divide.
     """
     attention = config.attention
     if preset.layout != "zigzag":
@@ -186,7 +194,7 @@ def _default_layout(config: RunConfig, preset: Preset, split_at: int) -> LayoutN
 
 
 def _recompute_border(config: RunConfig, degrees: Grid) -> int:
-    """Where the part of the sequence ends whose attention is computed again in backward; 0: there is no border."""
+    """Return the position before which attention is recomputed in backward; 0: there is no border."""
     if "seq_fraction" not in checkpoint_kinds(config.memory):
         return 0
     cut = recompute_cut("seq_fraction", config, degrees.size)
@@ -195,12 +203,12 @@ def _recompute_border(config: RunConfig, degrees: Grid) -> int:
     return cut if cut < padded_length(config.train.seq_len, degrees.size, tp_size) else 0
 
 
-# Points of the space that differ from another one only in what they keep or how they cut layers.
+# Points of the search space that differ from another one only in saved tensors or in tiles of layers.
 NOT_COMPARED = frozenset({"single", "megatron_tp", "fpdt", "alst"})
 
 
 def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[AttentionConfig, AttentionMethod]]:
-    """What `auto` chooses from, every method once; raises ConfigError with all rules violated when there is none."""
+    """Return the candidates of `auto`, each method once. Raises ConfigError with all rules if there is none."""
     found: dict[AttentionMethod, tuple[AttentionConfig, AttentionMethod]] = {}
     problems: list[str] = []
     for attention in _points(config, topology):
@@ -216,7 +224,7 @@ def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[Attention
 
 
 def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
-    """Presets, what may circulate in them, and every 2D shape whose head groups and inner rings fill a node."""
+    """Yield presets, their moving operands, and every 2D shape whose head groups and inner rings fill a node."""
     base = config.attention
     for name in PRESETS:
         if name not in NOT_COMPARED:
@@ -236,7 +244,7 @@ def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
 
 
 def legal_degrees(size: int, model: ModelConfig) -> Iterator[Grid]:
-    """Every (h, w, W) whose product is `size` and whose h divides the heads."""
+    """Yield every grid (heads, inner, outer) whose product is `size` and whose head degree divides the heads."""
     for heads in divisors(size):
         if heads_problem(heads, model) is None:
             for inner in divisors(size // heads):
@@ -244,7 +252,7 @@ def legal_degrees(size: int, model: ModelConfig) -> Iterator[Grid]:
 
 
 def heads_problem(heads: int, model: ModelConfig) -> str | None:
-    """Why the heads of the model cannot be divided so; None when they can."""
+    """Return why the heads of the model cannot be divided over `heads` ranks; None if they can."""
     if model.num_heads % heads:
         return f"{heads} ranks cannot divide {model.num_heads} query heads evenly"
     if model.num_kv_heads % heads and heads % model.num_kv_heads:
@@ -256,7 +264,7 @@ def heads_problem(heads: int, model: ModelConfig) -> str | None:
 
 
 def _grid(attention: AttentionConfig, preset: Preset, topology: Topology, model: ModelConfig) -> Grid:
-    """What is configured; what is not follows the preset's shape, or fills up the ranks."""
+    """Return the configured degrees; open ones follow the preset's shape or take the remaining ranks."""
     size = topology.size
     heads, inner, outer = attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size
     if heads is None and inner is not None and outer is not None and "heads" in preset.shape:
@@ -286,7 +294,7 @@ def _default_heads(shape: Shape, topology: Topology, model: ModelConfig) -> int:
 
 
 def _default_inner(shape: Shape, topology: Topology, heads: int, ring_size: int) -> int:
-    """Ring members inside a node, when head groups fill nodes evenly; else one flat ring."""
+    """Return the ring members inside a node if head groups fill nodes evenly; else the size of one flat ring."""
     if shape not in ("double_ring", "heads_and_double_ring") or topology.local_ranks % heads:
         return ring_size
     return topology.local_ranks // heads
@@ -316,7 +324,7 @@ def _degree_problems(
 
 
 def _nearest(degrees: Grid, size: int, model: ModelConfig) -> str:
-    """The legal degrees most like the given ones, at most four."""
+    """Return the legal degrees closest to the given ones, at most four."""
 
     def distance(other: Grid) -> tuple[int, int]:
         apart = [other.heads - degrees.heads, other.inner - degrees.inner, other.outer - degrees.outer]
@@ -326,7 +334,7 @@ def _nearest(degrees: Grid, size: int, model: ModelConfig) -> str:
 
 
 def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
-    """Rules between the axes that hold whatever the number of ranks."""
+    """Return violated rules between the axes, independent of the number of ranks."""
     problems = []
     chunked = preset.chunked or attention.chunk_tokens is not None
     layout = attention.layout or preset.layout
@@ -337,27 +345,31 @@ def _axis_problems(attention: AttentionConfig, preset: Preset) -> list[str]:
         problems.append("attention.layout=chunk_cyclic orders tokens by chunks; set attention.chunk_tokens")
     for name, value in (("chunk_store", attention.chunk_store), ("prefetch_chunks", attention.prefetch_chunks)):
         if value is not None and not chunked:
-            problems.append(f"attention.{name}={value} speaks of chunks; set attention.chunk_tokens, or leave it null")
+            problems.append(f"attention.{name}={value} needs chunks; set attention.chunk_tokens, or leave it null")
     if chunked:
         problems += _chunk_problems(attention, transport, order)
     if circulates == "q" and transport == "all_gather":
-        problems.append("attention.kv_transport=all_gather circulates nothing; q cannot: leave backward_circulates kv")
+        problems.append(
+            "attention.kv_transport=all_gather moves no q in backward; set attention.backward_circulates=kv"
+        )
     if order == "reversed" and transport == "all_gather":
-        problems.append("attention.backward_order=reversed turns a ring around; kv_transport=all_gather has none")
+        problems.append(
+            "attention.backward_order=reversed reverses a ring, and attention.kv_transport=all_gather has none"
+        )
     if order == "reversed" and circulates in ("q", "auto"):
-        problems.append("attention.backward_order=reversed is for K,V; set attention.backward_circulates=kv")
+        problems.append("attention.backward_order=reversed moves k and v; set attention.backward_circulates=kv")
     return problems
 
 
 def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: BackwardOrder) -> list[str]:
-    """Of rings, chunks have the plain one only: chunks of keys travel one after another."""
+    """Chunks exclude all but a plain ring with k and v moving: key chunks move around it one after another."""
     refused = {
         "kv_transport=all_gather": transport == "all_gather",
         "backward_order=reversed": order == "reversed",
         "backward_circulates=q": attention.backward_circulates == "q",
     }
     return [
-        f"attention.{name} and chunks exclude each other: chunks of keys and values travel a plain ring; leave it "
+        f"attention.{name} and chunks exclude each other: chunks of keys and values move around a plain ring; leave it "
         "null, or attention.chunk_tokens"
         for name, given in refused.items()
         if given
@@ -365,5 +377,5 @@ def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: B
 
 
 def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
-    """`legal_attention` on the ranks of `world`. Enough for counts of memory, which what circulates does not change."""
+    """Return `legal_attention` on the ranks of `world`: enough to count memory, whatever the moving operand is."""
     return legal_attention(config, sequence_topology(config, world))

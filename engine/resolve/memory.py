@@ -1,9 +1,10 @@
-"""memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
+"""memory=auto: select the fastest checkpoint policy that fits into memory. No torch.
 
-Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; with the optimizer
-on the host where none fits, or a faster one then does. Their memory is predicted (`engine.training.fake_run.memory`) in
-the order of a step's seconds (`engine.predict.step_time`) until one fits. What one keeps is known without either,
-so that those that are hopeless, or slower for certain than one that is not, need neither.
+A candidate stores saved tensors on the device or on the host, and runs projections and MLP whole or in tiles. The
+optimizer moves to the host if no candidate fits otherwise, or if a faster one then fits. Peak memory is predicted
+(`engine.training.fake_run.memory`) in the order of step time (`engine.predict.step_time`) until one fits. The bytes
+that a policy saves are counted without a prediction, so candidates that cannot fit, or are certainly slower, are
+skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.checkpoint_policy import checkpoint_kinds
+from engine.planning.checkpoint_policy import POLICIES_OF, checkpoint_kinds
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod
 from engine.planning.topology import Topology
 from engine.predict.machine import Machine
@@ -29,12 +30,12 @@ from engine.resolve.degrees import sequence_topology
 from engine.resolve.legality import legal_attention
 from engine.runs.record import policy_name
 
-# Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
+# Step times closer than this share are a tie: the policy with the fewest moved bytes and tiles wins.
 TIE_TOLERANCE = 0.01
-MOST_GUESSES = 2  # of how many layers of a policy keep on the host
+MOST_GUESSES = 2  # of the number of layers that a policy offloads to the host
 MOST_PREDICTED = 12  # candidates in a round, about a second each
 LEAST_TILE_TOKENS = 1024
-TILE_SHARE = 0.01  # of the device, for what a tile computes
+TILE_SHARE = 0.01  # of the device, for the intermediates of a tile
 _POLICIES: tuple[dict[str, Any], ...] = (
     {"activation_checkpoint": "none"},
     {"activation_checkpoint": "attn_out"},
@@ -46,9 +47,9 @@ _POLICIES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class MemoryCandidate:
-    """A policy with what it costs, and what it needs where that was predicted.
+    """A memory policy, its costs, and its memory if that was predicted.
 
-    step_s       seconds of a step; None: another one is faster for certain, and may fit
+    step_s   seconds of a step; None: not predicted, since another candidate is certainly faster and may fit
     """
 
     memory: MemoryConfig
@@ -59,12 +60,12 @@ class MemoryCandidate:
 
     @property
     def fits(self) -> bool | None:
-        """On the device and on the host; None: not predicted."""
+        """Whether the policy fits on the device and on the host; None: not predicted."""
         return None if self.fit is None else self.fit.fits
 
     @property
     def name(self) -> str:
-        """The policy in words that name its settings."""
+        """The policy as text that names its settings."""
         return policy_name(self.memory)
 
     @property
@@ -85,7 +86,7 @@ class MemoryCandidate:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for tables and JSON; null what was not predicted."""
+        """Return plain values for tables and JSON; None where nothing was predicted."""
         found, cost = self.prediction, self.cost
         return {
             "name": self.name,
@@ -93,7 +94,7 @@ class MemoryCandidate:
             "device_peak_bytes": found and found.device_peak_bytes,
             "needed_bytes": found and found.needed_bytes,
             "host_peak_bytes": found and found.host_peak_bytes,
-            "kept_bytes": cost.kept_bytes,
+            "saved_bytes": cost.saved_bytes,
             "moved_bytes": cost.moved_bytes,
             "recompute_linear_flops": cost.linear_flops,
             "recompute_attention_flops": cost.attention_flops,
@@ -106,7 +107,7 @@ class MemoryCandidate:
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """The memory policy of a run, and why; `candidates`: all that it was chosen from, the chosen one first."""
+    """The memory policy of a run, and why; `candidates`: all candidates, the selected one first."""
 
     memory: MemoryConfig
     decision: Decision
@@ -114,12 +115,12 @@ class MemoryChoice:
 
     @property
     def prediction(self) -> MemoryPrediction | None:
-        """Of the policy that was chosen; None where it was configured."""
+        """The predicted memory of the selected policy; None if it was configured."""
         return self.candidates[0].prediction if self.candidates else None
 
     @property
     def fits(self) -> bool:
-        """Whether the chosen policy does; a configured one counts as if it did."""
+        """Whether the selected policy fits; a configured one is assumed to."""
         return self.decision.rule != Rule.NEAREST_TO_FIT
 
 
@@ -130,21 +131,21 @@ def resolve_memory(
     capacity: Capacity | None,
     predict: Predict | None,
 ) -> MemoryChoice:
-    """The fastest memory policy that fits, else the one that lacks least; that of a config that names one is kept.
+    """Return the fastest memory policy that fits, else the one closest to fitting; a named policy is unchanged.
 
-    The one search of `engine.resolve.run`: each policy on trial has its method, its cost and its seconds, and some a
+    This is the only search of `engine.resolve.run`: every candidate has its method, cost and step time, and some have a
     prediction of memory.
 
     Args:
-        config: names a preset of attention.
-        world: all ranks of the run.
-        machine: on which steps are predicted.
-        capacity: the memory that there is; None: unknown.
-        predict: predicts the memory of a configuration with its method; None: nothing can.
+        config: A configuration that names an attention preset.
+        world: All ranks of the run.
+        machine: Device and links for which step times are predicted.
+        capacity: Memory of device and host; None: unknown.
+        predict: Predicts the memory of a configuration with its method; None: no prediction is possible.
 
     Raises:
-        ConfigError: no policy is legal, or there is nothing to search by.
-        RunError: `predict` fails.
+        ConfigError: No policy is legal, or capacity or prediction is missing.
+        RunError: `predict` failed.
     """
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config.memory, Decision(_SETTING, policy_name(config.memory), Rule.CONFIGURED))
@@ -167,7 +168,7 @@ _SETTING = "memory.activation_checkpoint"
 
 
 class _Search:
-    """Policies on trial: a run whose attention is resolved, its ranks, the memory and the speed they have."""
+    """The candidates of a run with resolved attention; their costs, methods, step times and predictions so far."""
 
     def __init__(
         self, config: RunConfig, world: Topology, capacity: Capacity, machine: Machine, predict: Predict
@@ -182,11 +183,11 @@ class _Search:
         self._predictions: dict[MemoryConfig, MemoryPrediction] = {}
 
     def candidates(self) -> list[MemoryCandidate]:
-        """All, the best first, then those that were not tried, by time, then those that were, the nearest first."""
+        """Return the best candidate, then untried ones by step time, then tried ones by headroom."""
         best = self._best()
-        tried = sorted(self._predictions, key=lambda one: -self._expected(one).headroom_bytes)
-        others = [one for one in map(self._placed, self._legal) if one not in self._predictions]
-        others.sort(key=lambda one: (not self._expected(one).fits, self._seconds.get(one, math.inf)))
+        tried = sorted(self._predictions, key=lambda policy: -self._expected(policy).headroom_bytes)
+        others = [policy for policy in map(self._placed, self._legal) if policy not in self._predictions]
+        others.sort(key=lambda policy: (not self._expected(policy).fits, self._seconds.get(policy, math.inf)))
         return list(map(self._candidate, dict.fromkeys((best, *others, *tried))))
 
     def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
@@ -195,12 +196,12 @@ class _Search:
         return MemoryCandidate(memory, self._cost(memory), self._seconds.get(memory), found, fit)
 
     def _best(self) -> MemoryConfig:
-        """The fastest that fits, else the one of those predicted that lacks least."""
+        """Return the fastest policy that fits, else the predicted one closest to fitting."""
         problems: list[str] = []
         found: MemoryConfig | None = None
         for memories in _rounds(self._config, self._world, self._capacity):
             if found is not None and not self._cost(found).recompute_flops + self._cost(found).moved_bytes:
-                return found  # with the optimizer on the host nothing would be faster
+                return found  # an optimizer on the host would not be faster
             legal = []
             for memory in memories:
                 try:
@@ -209,26 +210,26 @@ class _Search:
                 except ConfigError as error:  # tiles under tensor parallelism
                     problems += error.problems
             self._legal += legal
-            # What keeps least by its own working set alone: that of others, which may need more, has ruled it out.
+            # Full recomputation may have been excluded by the working set of other policies: judge it by its own.
             lean = [memory for memory in legal if memory.activation_checkpoint == "full"]
-            found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, own=True)
+            found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, same_policy=True)
         if found is not None:
             return found
         if not self._legal:
             raise ConfigError(list(dict.fromkeys(problems)))
         if not self._predictions:
             placed = map(self._placed, self._legal)
-            self._try(max(placed, key=lambda one: self._capacity.fit(*self._cost(one).least).headroom_bytes))
-        return max(self._predictions, key=lambda one: self._expected(one).headroom_bytes)
+            self._try(max(placed, key=lambda policy: self._capacity.fit(*self._cost(policy).least).headroom_bytes))
+        return max(self._predictions, key=lambda policy: self._expected(policy).headroom_bytes)
 
     def _first_that_fits(
-        self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, own: bool = False
+        self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, same_policy: bool = False
     ) -> MemoryConfig | None:
-        """The fastest that fits, if it is faster than another one; `own`: as `_expected`."""
+        """Return the fastest policy that fits, if it is faster than `than`; `same_policy`: see `_expected`."""
         within_s = math.inf if than is None else self._step_s(than) * (1 - TIE_TOLERANCE)
         for _ in range(MOST_PREDICTED):
-            placed = [self._placed(memory, own=own) for memory in memories]
-            hopeful = [one for one in placed if self._expected(one, own=own).fits]
+            placed = [self._placed(memory, same_policy=same_policy) for memory in memories]
+            hopeful = [policy for policy in placed if self._expected(policy, same_policy=same_policy).fits]
             fastest = self._fastest(hopeful) if hopeful else None
             if fastest is None or self._step_s(fastest) > within_s:
                 return None
@@ -237,15 +238,15 @@ class _Search:
         return None
 
     def _fastest(self, hopeful: Sequence[MemoryConfig]) -> MemoryConfig:
-        """The one that takes least time; of those alike the one that moves nothing and is whole."""
-        costs = [self._cost(one) for one in hopeful]
-        timed = [one for one in hopeful if not any(_is_faster(cost, self._cost(one)) for cost in costs)]
+        """Return the policy with the shortest step; ties go to those without offloading and tiles."""
+        costs = [self._cost(policy) for policy in hopeful]
+        timed = [policy for policy in hopeful if not any(_is_faster(cost, self._cost(policy)) for cost in costs)]
         least_s = min(map(self._step_s, timed))
 
-        def order(one: MemoryConfig) -> tuple[float, ...]:
-            step_s, is_on_host = self._step_s(one), one.activation_store == "host"
+        def order(policy: MemoryConfig) -> tuple[float, ...]:
+            step_s, is_on_host = self._step_s(policy), policy.activation_store == "host"
             later = (step_s - least_s) // (TIE_TOLERANCE * least_s)
-            return later, is_on_host, one.tile_tokens is not None, step_s, sum(self._cost(one).least)
+            return later, is_on_host, policy.tile_tokens is not None, step_s, sum(self._cost(policy).least)
 
         return min(timed, key=order)
 
@@ -256,22 +257,22 @@ class _Search:
         return self._seconds[memory]
 
     def _method(self, memory: MemoryConfig) -> AttentionMethod:
-        """That of the run under this policy: what is attended again may divide the sequence otherwise."""
+        """Return the attention method under this policy: recomputed attention may need another layout."""
         if memory not in self._methods:
             config, method = replace(self._config, memory=memory), self._legal_method(memory)
             self._methods[memory], _ = circulate(config, method, self._group, self._machine)
         return self._methods[memory]
 
     def _legal_method(self, memory: MemoryConfig) -> AttentionMethod:
-        """The same without a choice of what circulates, which costs of memory do not depend on."""
-        kinds = checkpoint_kinds(memory), memory.saved_fraction  # all of a policy that a method can follow from
+        """Return the method before its moving operand is selected: costs of memory do not depend on that."""
+        kinds = checkpoint_kinds(memory), memory.saved_fraction  # all that a method depends on
         if kinds not in self._legal_methods:
             config = replace(self._config, memory=memory)
             self._legal_methods[kinds] = legal_attention(config, self._group)
         return self._legal_methods[kinds]
 
     def _cost(self, memory: MemoryConfig) -> PolicyCost:
-        """Raises ConfigError where the configuration cannot run with this policy."""
+        """Return the cost of a policy. Raises ConfigError if the configuration cannot run with it."""
         if memory not in self._costs:
             config = replace(self._config, memory=memory)
             self._costs[memory] = policy_cost(config, self._legal_method(memory))
@@ -283,55 +284,61 @@ class _Search:
             self._predictions[memory] = self._predict(config, self._method(memory), self._world)
         return self._expected(memory)
 
-    def _expected(self, memory: MemoryConfig, *, own: bool = False) -> Fit:
-        """As predicted; else with the most that those that work alike need beside what they have at least.
+    def _expected(self, memory: MemoryConfig, *, same_policy: bool = False) -> Fit:
+        """Return the predicted fit; else an estimate from the working set of similar policies that were predicted.
 
-        own   reckon with what the same policy needed, not with others like it: what is computed again differs
+        same_policy   estimate from predictions of the same policy alone, since others recompute different parts
         """
 
-        def alike(one: MemoryConfig) -> tuple[Any, ...]:
-            kind = one.activation_checkpoint
-            return kind if own else kind == "none", one.tile_tokens, one.activation_store, one.optimizer_store
+        def alike(policy: MemoryConfig) -> tuple[Any, ...]:
+            kind = policy.activation_checkpoint
+            return (
+                kind if same_policy else kind == "none",
+                policy.tile_tokens,
+                policy.activation_store,
+                policy.optimizer_store,
+            )
 
         if memory in self._predictions:
             return self._capacity.fit(*self._predictions[memory].needs)
-        like = [one for one in self._predictions if alike(one) == alike(memory)]
+        like = [policy for policy in self._predictions if alike(policy) == alike(memory)]
         device, host = (
-            least + max([0, *(self._predictions[one].needs[place] - self._cost(one).least[place] for one in like)])
-            for place, least in enumerate(self._cost(memory).least)
+            least
+            + max([0, *(self._predictions[policy].needs[index] - self._cost(policy).least[index] for policy in like)])
+            for index, least in enumerate(self._cost(memory).least)
         )
         return self._capacity.fit(device, host)
 
-    def _placed(self, memory: MemoryConfig, *, own: bool = False) -> MemoryConfig:
-        """The policy with as few layers on the host as leave the others room on the device.
+    def _placed(self, memory: MemoryConfig, *, same_policy: bool = False) -> MemoryConfig:
+        """Return the policy with the fewest layers on the host for which the others fit on the device.
 
-        As it is where nothing lies on the host, where not even all layers there are enough, where it is resolved, and
-        where none need be there: that is a candidate of its own. And where two guesses were wrong: the peak then hardly
-        depends on the layers, and a step of one at a time would use up all predictions.
+        Unchanged if it offloads nothing, if offloading all layers is not enough, if `host_layers` is set, or if no
+        layer needs to be on the host, which is a separate candidate. Also unchanged after MOST_GUESSES wrong guesses:
+        the peak then hardly depends on the layers, and adding one at a time would use up all predictions.
         """
 
         def has_room(**changes: Any) -> bool:
-            return self._expected(replace(memory, **changes), own=own).device
+            return self._expected(replace(memory, **changes), same_policy=same_policy).device
 
-        guesses = sum(replace(one, host_layers=None) == memory for one in self._predictions)
+        guesses = sum(replace(policy, host_layers=None) == memory for policy in self._predictions)
         is_free = memory.activation_store == "host" and memory.host_layers is None and guesses < MOST_GUESSES
         if not is_free or self._legal_method(memory).chunk_store == "host":
             return memory
         if not has_room() or has_room(activation_store="device"):
             return memory
         counts = range(1, self._config.model.num_layers)
-        place = bisect.bisect_left(counts, True, key=lambda count: has_room(host_layers=count))
-        return replace(memory, host_layers=counts[place]) if place < len(counts) else memory
+        index = bisect.bisect_left(counts, True, key=lambda count: has_room(host_layers=count))
+        return replace(memory, host_layers=counts[index]) if index < len(counts) else memory
 
 
-def _is_faster(one: PolicyCost, other: PolicyCost) -> bool:
-    """Whether a policy computes nothing again and moves nothing that the other does not, and less of something."""
-    costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (one, other)]
+def _is_faster(policy: PolicyCost, other: PolicyCost) -> bool:
+    """Return whether `policy` recomputes and moves no more than `other`, and less of something."""
+    costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (policy, other)]
     return costs[0] != costs[1] and all(less <= more for less, more in zip(*costs, strict=True))
 
 
 def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[list[MemoryConfig]]:
-    """With and without tiles; then with the optimizer on the host. What the configuration says is not changed.
+    """Yield policies with and without tiles; then with the optimizer on the host. Configured settings stay as they are.
 
     Host memory of unknown size is not used.
     """
@@ -344,21 +351,23 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
         replace(memory, **policy, activation_store=store, host_layers=memory.host_layers if store == "host" else None)
         for store in stores
         for policy in _POLICIES
+        if policy["activation_checkpoint"] in POLICIES_OF[config.model.implementation]
     ]
     rows = config.train.seq_len // sequence_topology(config, world).size
     tile_tokens = _tile_tokens(config, rows, capacity)
     tiled = [replace(policy, tile_tokens=tile_tokens) for policy in first]
     tileable = memory.tile_tokens is None and config.attention.chunk_tokens is None and rows > tile_tokens
+    tileable = tileable and config.model.implementation == "burst"
     yield [*first, *tiled] if tileable else first
     if memory.optimizer_store == "device" and has_host:
         yield [replace(policy, optimizer_store="host") for policy in (tiled if tileable else first)]
 
 
 def _tile_tokens(config: RunConfig, rows: int, capacity: Capacity) -> int:
-    """Rows of a tile: as many as a matrix of the layer is wide, for fast products, and more where there is room.
+    """Return the rows of a tile: at least the width of the layer's matrices, for fast products; more if memory allows.
 
-    For every tile adds its gradients to those of all weights. Room: an eighth of the rows, and of the device a little
-    for gate, up, their product and the gradients of these.
+    Larger tiles are faster because each adds its gradients to those of all weights. The limits are an eighth of the
+    rows, and a small share of the device (TILE_SHARE) for gate, up, their product and the gradients of these.
     """
     model = config.model
     row_bytes = 6 * model.ffn_hidden_size * BYTES_OF[config.train.compute_dtype]

@@ -1,7 +1,7 @@
-"""What to change about a run: whatever else could be run is predicted, and the best that fits is told. No torch.
+"""Recommend a change of a run: alternatives are predicted, and the best one that fits is reported. No torch.
 
-Changes are compared by device seconds per token, what a run costs on devices that are paid by the hour: by them a
-faster method and fewer ranks can be weighed against each other.
+Changes are compared by device seconds per token, the cost of a run on devices paid by the hour: a faster method and
+fewer ranks are comparable in this unit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine
 from engine.predict.memory import Capacity, MemoryPrediction, Predict
-from engine.predict.policy_cost import policy_cost, rank_parameters, state_bytes
+from engine.predict.policy_cost import policy_cost, rank_parameters, rank_trained, state_bytes
 from engine.predict.step_time import predict_step
 from engine.resolve.attention import rank_methods, resolve_attention
 from engine.resolve.degrees import sequence_topology, tensor_parallel_problems
 from engine.resolve.legality import method_on
 from engine.resolve.memory import MemoryChoice, resolve_memory
 
-LEAST_SAVING = 0.02  # below it predictions say nothing
-MOST_TIMES = 16  # as many ranks, or as few tokens, at most
+LEAST_SAVING = 0.02  # smaller ones are within the error of predictions
+MOST_TIMES = 16  # largest factor by which ranks grow or tokens shrink
 _NODE_RANKS = 8
 _GIB = 2**30
 _AMPLE_HOST_BYTES = 4096 * _GIB  # of the largest servers
@@ -32,7 +32,7 @@ _AMPLE_HOST_BYTES = 4096 * _GIB  # of the largest servers
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A change of method, memory policy or ranks, as it is typed; `saving`: of the device seconds of a token."""
+    """A change of method, memory policy or ranks, as overrides; `saving`: share of device seconds per token."""
 
     change: str
     step: StepTime
@@ -45,7 +45,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class _Option:
-    """Something else to run; its memory policy may be open, and the change is then told by the one that is found."""
+    """An alternative run; if its memory policy is open, the reported change names the resolved policy."""
 
     change: str
     config: RunConfig
@@ -54,22 +54,22 @@ class _Option:
 
 @dataclass(frozen=True)
 class Adviser:
-    """What there is to run on, and how memory is predicted."""
+    """Recommends changes for given machines and memory."""
 
     capacity: Capacity
     machine: Machine
     predict: Predict
 
     def recommend(self, requested: RunConfig, resolved: RunConfig, world: Topology) -> Recommendation | None:
-        """What saves most of a run that fits; None: nothing saves LEAST_SAVING.
+        """Return the change with the largest saving that fits; None: no change saves LEAST_SAVING.
 
-        requested     the configuration as it was given, with what is `auto` in it
-        resolved   what runs
+        requested   the configuration as given, including `auto` settings
+        resolved    the resolved configuration
         """
         now_s = self._step(resolved, world).device_s_per_token
         best: Recommendation | None = None
         hopeful = [(self._saving(option, now_s), option) for option in self._options(requested, resolved, world)]
-        for most, option in sorted(hopeful, key=lambda one: -one[0]):
+        for most, option in sorted(hopeful, key=lambda pair: -pair[0]):
             if most < LEAST_SAVING or (best is not None and best.saving >= most):
                 break
             found = self._resolved(option, now_s)
@@ -78,17 +78,17 @@ class Adviser:
         return best
 
     def _saving(self, option: _Option, now_s: float) -> float:
-        """The most that it can save: an open policy might keep everything."""
+        """Return an upper bound of the saving: an open policy might save all activations."""
         config = option.config
         if config.memory.activation_checkpoint == "auto":
             config = replace(config, memory=replace(config.memory, activation_checkpoint="none"))
         try:
             return 1 - self._step(config, option.world).device_s_per_token / now_s
-        except ConfigError:  # such ranks cannot divide it
+        except ConfigError:  # these ranks cannot divide the run
             return 0.0
 
     def _resolved(self, option: _Option, now_s: float) -> Recommendation | None:
-        """The option with the best policy that fits, and what it really saves; None: none fits."""
+        """Return the option with its best policy that fits, and its actual saving; None: no policy fits."""
         config, world = option.config, option.world
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
@@ -113,8 +113,10 @@ class Adviser:
         return self.predict(config, method, world)
 
     def remedies(self, config: RunConfig, world: Topology) -> list[str]:
-        """What makes a run fit that does not: another policy; else more ranks, tensor parallelism, 8-bit moments, or a
-        shorter sequence, each with the policy that lacks least. One sentence each, all predicted.
+        """Return one sentence per predicted change that makes a run fit.
+
+        Another policy; else more ranks, tensor parallelism, 8-bit moments or a shorter sequence, each with the policy
+        closest to fitting.
         """
         opened = replace(config, memory=_open(config.memory))
         choice = resolve_memory(opened, world, self.machine, self.capacity, self.predict)
@@ -133,8 +135,10 @@ class Adviser:
         return found + ([too_large] if too_large and on_host is None else [])
 
     def _host_memory(self, config: RunConfig, world: Topology) -> str | None:
-        """What would fit with more host memory, or with that which is not known: its optimizer there, updated inside
-        backward where only that helps, and the longest sequence of those halved that fits. All predicted.
+        """Return a sentence about what would fit with more (or with unknown) host memory; None: nothing would.
+
+        The optimizer is on the host, updated inside backward if only that helps, with the longest halved sequence that
+        fits by prediction.
         """
         if self.capacity.host_is_device:
             return None
@@ -154,7 +158,7 @@ class Adviser:
         return None
 
     def _fits(self, option: _Option) -> bool:
-        """What cannot run does not; what keeps too much is not predicted."""
+        """Return whether the option fits; one that cannot run, or saves too much, is not predicted."""
         config, world = option.config, option.world
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
@@ -164,7 +168,7 @@ class Adviser:
             return False
 
     def _more_ranks(self, config: RunConfig, world: Topology) -> Iterator[_Option]:
-        """Twice as many that share the sequence, and again; ranks of a CPU share the node's memory."""
+        """Yield doubled numbers of ranks that share the sequence; ranks of a CPU share the node's memory."""
         larger = _doubled(world, fills_node=not self.capacity.host_is_device)
         while larger.size <= MOST_TIMES * world.size:
             changed = with_ranks(config, world, larger)
@@ -175,14 +179,15 @@ class Adviser:
             larger = _doubled(larger, fills_node=not self.capacity.host_is_device)
 
     def _smaller_model(self, config: RunConfig, world: Topology) -> str | None:
-        """What to say where the model's own states leave no room for a single token."""
-        states = state_bytes(config.memory, rank_parameters(config, method_on(config, world)))
+        """Return a sentence if the model's states alone leave no memory for a single token; else None."""
+        method = method_on(config, world)
+        states = state_bytes(config.memory, rank_parameters(config, method), rank_trained(config, method))
         on_device = config.memory.optimizer_store == "device" or self.capacity.host_is_device
         if not on_device or states <= self.capacity.device_bytes:
             return None
         return (
             f"a smaller model: weights, gradients and optimizer states alone take {states / 2**30:.3g} GiB of a rank, "
-            "whatever train.seq_len is"
+            "for any train.seq_len"
         )
 
     def _options(self, requested: RunConfig, resolved: RunConfig, world: Topology) -> Iterator[_Option]:
@@ -203,7 +208,7 @@ class Adviser:
 
 
 def _on_host(config: RunConfig, *, in_backward: bool) -> RunConfig:
-    """The optimizer in host memory; in_backward: and each layer's gradient freed as soon as it is there."""
+    """Return the run with its optimizer on the host; in_backward: each layer is updated inside backward."""
     memory = replace(
         config.memory, optimizer_store="host", optimizer_in_backward=in_backward or config.memory.optimizer_in_backward
     )
@@ -214,7 +219,7 @@ def _on_host(config: RunConfig, *, in_backward: bool) -> RunConfig:
 
 
 def _host_words(config: RunConfig, choice: MemoryChoice, world: Topology, seq_len: int, *, in_backward: bool) -> str:
-    """What to type, and how much host memory it takes."""
+    """Return the overrides to type, and the host memory that they need."""
     assert choice.prediction is not None
     node_bytes = choice.prediction.host_peak_bytes * world.local_ranks
     host = -(-node_bytes // _GIB)
@@ -225,18 +230,19 @@ def _host_words(config: RunConfig, choice: MemoryChoice, world: Topology, seq_le
     if seq_len != config.train.seq_len:
         words.append(f"train.seq_len={seq_len}")
     typed = " ".join(dict.fromkeys(" ".join(words).split()))
-    return f"{host} GiB of host memory per node or more would do: {typed}; {choice.candidates[0].step_s:.3g} s a step"
+    seconds = f"{choice.candidates[0].step_s:.3g} s a step"
+    return f"{host} GiB or more of host memory per node would be enough: {typed}; {seconds}"
 
 
 def _changes(before: AttentionConfig, after: AttentionConfig) -> str:
-    """What differs, as overrides."""
+    """Return the differing settings as overrides."""
     old, new = asdict(before), asdict(after)
     names = [name for name in new if new[name] != old[name]]
     return " ".join(f"attention{'' if name == 'preset' else f'.{name}'}={new[name]}" for name in names)
 
 
 def _open(memory: MemoryConfig) -> MemoryConfig:
-    """The same with the policy, and where and how layers keep, to be found; what the optimizer does is kept."""
+    """Return the memory settings with an open policy, store and tiles; those of the optimizer are unchanged."""
     plain = MemoryConfig()
     return replace(
         memory, activation_checkpoint="auto", checkpoint_layers=(), activation_store=None, host_layers=None,
@@ -245,7 +251,7 @@ def _open(memory: MemoryConfig) -> MemoryConfig:
 
 
 def _other_ranks(world: Topology, *, more: bool) -> Iterator[Topology]:
-    """Half as many and, where a policy could then keep `more`, twice."""
+    """Yield half the ranks and, if a policy could then save `more`, twice the ranks."""
     nodes, local_ranks = world.nodes, world.local_ranks
     if nodes % 2 == 0:
         yield Topology(nodes // 2, local_ranks)
@@ -256,13 +262,13 @@ def _other_ranks(world: Topology, *, more: bool) -> Iterator[Topology]:
 
 
 def _doubled(world: Topology, *, fills_node: bool) -> Topology:
-    """Twice as many nodes; of a single one, where that helps, twice as many ranks up to eight."""
+    """Return twice the nodes; for a single node, if `fills_node`, twice the ranks up to eight."""
     fills_node = fills_node and world.nodes == 1 and 2 * world.local_ranks <= _NODE_RANKS
     return Topology(1, 2 * world.local_ranks) if fills_node else Topology(2 * world.nodes, world.local_ranks)
 
 
 def _more_tp(config: RunConfig, world: Topology) -> Iterator[_Option]:
-    """Higher tensor parallel degrees inside a node, on the same ranks."""
+    """Yield higher tensor parallel degrees inside a node, on the same ranks."""
     for size in (2, 4, 8):
         if size > config.parallel.tp_size and world.local_ranks % size == 0:
             changed = replace(
@@ -284,7 +290,7 @@ def _small_moments(config: RunConfig, world: Topology) -> Iterator[_Option]:
 
 
 def _shorter_sequences(config: RunConfig, world: Topology) -> Iterator[_Option]:
-    """Half of the tokens, or a quarter, and so on."""
+    """Yield half of the sequence length, a quarter, and so on."""
     tokens = config.train.seq_len // 2
     while tokens and MOST_TIMES * tokens >= config.train.seq_len:
         changed = replace(config, train=replace(config.train, seq_len=tokens))
@@ -293,7 +299,7 @@ def _shorter_sequences(config: RunConfig, world: Topology) -> Iterator[_Option]:
 
 
 def with_ranks(config: RunConfig, world: Topology, larger: Topology) -> RunConfig:
-    """The same run on more ranks, which all share the sequence."""
+    """Return the same run on more ranks, all of which share the sequence."""
     parallel = config.parallel
     if parallel.cp_size is not None:
         cp_size = parallel.cp_size * larger.size // world.size
@@ -304,5 +310,5 @@ def with_ranks(config: RunConfig, world: Topology, larger: Topology) -> RunConfi
 
 
 def without_shape(attention: AttentionConfig) -> AttentionConfig:
-    """A shape given for other ranks would be illegal: the preset's own is taken."""
+    """Return the settings without degrees, which would be illegal on other ranks: the preset's shape applies."""
     return replace(attention, head_parallel_size=None, ring_inner_size=None, ring_outer_size=None)

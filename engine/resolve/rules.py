@@ -1,7 +1,7 @@
-"""Rules between settings, and between settings and this machine's files: every broken one at once.
+"""Rules between settings, and between settings and this machine's files; all violated ones are reported together.
 
-Standard library only. World size may be unknown while a configuration is composed (`cluster.ranks_per_node` null:
-one rank per GPU, found at launch); rules that need it are then skipped, and apply once the launcher has filled it in.
+Standard library only. The world size may be unknown while a configuration is composed (`cluster.ranks_per_node` null:
+one rank per GPU, found at launch); rules that need it are skipped until the launcher has set it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError, legal_sizes
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import RunConfig
+from engine.config.settings import LoraConfig, ModelConfig, RunConfig
 from engine.planning.visibility.options import mask_problems
 from engine.resolve.data_rules import data_rules, weight_rules
 
@@ -27,26 +27,32 @@ _STEP_RANGE = re.compile(r"(\d+):(\d+)")
 _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 
 
+# Shapes that the decoder of this engine does not have.
+_HF_SHAPE = (
+    *("v_head_dim", "kv_lora_rank", "q_lora_rank", "rope_head_dim", "gated_ffn", "num_moe_layers", "num_experts"),
+    *("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+)
+
 Rule = Callable[[RunConfig], Iterator[str | Problem]]
 
 
 def check_config(config: RunConfig, rules: Sequence[Rule] = ()) -> None:
-    """Return when a run may start: every rule holds; else raise ConfigError with one sentence per broken rule.
+    """Raise ConfigError with one sentence per violated rule, unless a run may start.
 
-    rules: beside those of this file, as `config_problems` takes them.
+    rules: Additional rules, see `config_problems`.
     """
     if texts := [*(problem.text for problem in config_problems(config, rules)), *_start(config)]:
         raise ConfigError(texts)
 
 
 def config_problems(config: RunConfig, rules: Sequence[Rule] = ()) -> list[Problem]:
-    """One problem per broken rule; rules that read a number which is itself out of range are silent.
+    """Return one problem per violated rule. Rules that read an out-of-range number report nothing.
 
-    `rules` come after those of this file, which know settings alone: what planning knows of ranks and methods is in
-    `engine.resolve.legality`. A rule yields a sentence, and the settings that it names are those that the problem
-    concerns; or the problem itself, where it concerns more.
+    `rules` are checked after those of this file, which read settings alone; rules about ranks and methods are in
+    `engine.resolve.legality`. A rule yields a sentence that names the settings which the problem concerns, or a
+    `Problem` if it concerns more settings than it names.
     """
-    if unknown := list(_unknown_homes(config)):  # rules that look at such a path would fail
+    if unknown := list(_unknown_homes(config)):  # rules that open such a path would fail
         return unknown
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
@@ -57,7 +63,7 @@ def config_problems(config: RunConfig, rules: Sequence[Rule] = ()) -> list[Probl
 
 
 def _unknown_homes(value: Any, key: str = "") -> Iterator[Problem]:
-    """Paths that lie in homes of users whom this machine does not know."""
+    """Yield a problem for every path in the home folder of an unknown user (~NAME)."""
     if is_dataclass(value):
         for item in fields(value):
             yield from _unknown_homes(getattr(value, item.name), f"{key}.{item.name}".lstrip("."))
@@ -65,7 +71,7 @@ def _unknown_homes(value: Any, key: str = "") -> Iterator[Problem]:
         for entry in value:
             yield from _unknown_homes(entry, key)
     elif isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:  # noqa: PTH111
-        yield Problem((key,), f"{key}: got {value!r}, but this machine knows no such user; give the whole path")
+        yield Problem((key,), f"{key}: got {value!r}, but this machine has no such user; give the whole path")
 
 
 def _named_in(text: str) -> Problem:
@@ -84,13 +90,76 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"
 
 
+def _implementation(config: RunConfig) -> Iterator[str]:
+    """What only one of the implementations of a model has."""
+    model = config.model
+    if model.implementation == "hf":
+        yield from _hugging_face(config)
+        return
+    default = ModelConfig()
+    given = [name for name in _HF_SHAPE if getattr(model, name) != getattr(default, name)]
+    given += ["lora.rank"] if model.lora.rank is not None else []
+    if model.hf_config is not None or given:
+        yield (
+            f"model.implementation=burst is this engine's Llama-style decoder, which has no "
+            f"{', '.join(f'model.{name}' for name in (given or ['hf_config']))}; set model.implementation=hf"
+        )
+
+
+def _hugging_face(config: RunConfig) -> Iterator[str]:
+    """What the decoders of transformers have in this trainer, and what their config.json says of the settings."""
+    from engine.planning.checkpoint_policy import POLICIES_OF
+    from engine.pretrained.decoder_shape import (
+        contradictions,
+        unknown_parts,
+        window_problems,
+    )  # only such models wait for it
+
+    model, given = config.model, "model.implementation=hf"
+    if model.hf_config is None:
+        yield (
+            f"model.hf_config: null, but {given} builds the model from it; start with `burst launch --from FOLDER`, "
+            "or save a model for model=NAME with `burst model FOLDER --save NAME`"
+        )
+        return
+    yield from unknown_parts(model.hf_config)
+    yield from contradictions(model)
+    yield from window_problems(model.hf_config, config.attention, config.train.seq_len)
+    if config.parallel.tp_size > 1:
+        yield f"parallel.tp_size={config.parallel.tp_size}: {given} has no tensor parallelism; set parallel.tp_size=1"
+    if config.train.dropout:
+        yield f"train.dropout={config.train.dropout}: {given} has the dropout of its config.json alone; set 0"
+    if config.train.compile:
+        yield f"train.compile=true: {given} is not compiled; set train.compile=false"
+    if model.rope_scaling.kind != "none":
+        yield (
+            f"model.rope_scaling.kind={model.rope_scaling.kind}: {given} takes RoPE from model.hf_config; set "
+            "rope_parameters in it, in a copy of config.json"
+        )
+    kinds: set[str] = {*config.memory.checkpoint_layers} or {config.memory.activation_checkpoint}
+    if unknown := sorted(kinds - POLICIES_OF["hf"] - {"auto"}):
+        yield (
+            f"memory.activation_checkpoint: got {', '.join(unknown)}, but {given} has "
+            f"{', '.join(sorted(POLICIES_OF['hf']))}"
+        )
+
+
+def _lora(config: RunConfig) -> Iterator[str]:
+    """Settings of adapters that no adapter has."""
+    lora, plain = config.model.lora, LoraConfig()
+    if lora.rank is None and lora != plain:
+        yield "model.lora: its settings are of adapters, but there are none; set model.lora.rank, such as 16"
+    if lora.rank is not None and not (lora.target_modules or lora.target_parameters):
+        yield "model.lora.target_modules: empty, and so is model.lora.target_parameters; name what gets an adapter"
+
+
 def _rope(config: RunConfig) -> Iterator[str]:
     scaling = config.model.rope_scaling
     if scaling.kind in ("yarn", "llama3") and scaling.original_seq_len is None:
         yield f"model.rope_scaling.original_seq_len: kind={scaling.kind} needs the length that the model was trained on"
     if scaling.kind == "none" and scaling.factor != 1.0:
         yield (
-            f"model.rope_scaling.factor: got {scaling.factor}, but kind=none stretches nothing; set "
+            f"model.rope_scaling.factor: got {scaling.factor}, but model.rope_scaling.kind=none ignores it; set "
             "model.rope_scaling.kind to linear, ntk, yarn or llama3"
         )
 
@@ -129,7 +198,7 @@ def _train(config: RunConfig) -> Iterator[str]:
 
 
 def _memory(config: RunConfig) -> Iterator[str]:
-    """Policies that exclude each other, and what an optimizer that runs inside backward cannot know."""
+    """Check for policies that exclude each other, and for options that updates inside backward cannot support."""
     memory = config.memory
     if memory.activation_checkpoint == "auto" and memory.checkpoint_layers:
         yield (
@@ -138,8 +207,8 @@ def _memory(config: RunConfig) -> Iterator[str]:
         )
     if memory.host_layers is not None and memory.activation_store != "host":
         yield (
-            f"memory.host_layers={memory.host_layers} says how many layers keep in host memory what backward needs, "
-            "which memory.activation_store=host asks for; set that, or memory.host_layers=null"
+            f"memory.host_layers={memory.host_layers} is the number of layers with saved tensors in host memory, "
+            "which needs memory.activation_store=host; set that, or memory.host_layers=null"
         )
     if memory.optimizer_in_backward:
         yield from update_in_backward_problems(config)
@@ -151,18 +220,26 @@ def _memory(config: RunConfig) -> Iterator[str]:
 
 
 def _start(config: RunConfig) -> Iterator[str]:
-    """What stands against starting a run, but not against looking at its plan or preparing its data."""
+    """Check requirements of starting a run that `burst plan` and `burst data prepare` do not have."""
     model = config.model
+    is_here = not config.cluster.runs_elsewhere
+    if model.implementation == "hf" and is_here and importlib.util.find_spec("transformers") is None:
+        yield (
+            "model.implementation=hf runs transformers' own code, which is not installed; run: "
+            "pip install 'burst-train[transformers]'"
+        )
+    if model.lora.rank is not None and is_here and importlib.util.find_spec("peft") is None:
+        yield "model.lora.rank puts adapters on the model by peft, which is not installed; run: pip install peft"
     if model.require_init_from and model.init_from is None and config.train.checkpoint.resume_from is None:
         yield (
-            f"model.init_from: null, but exp={config.exp} goes on with a trained model and would start from random "
+            f"model.init_from: null, but exp={config.exp} continues a trained model and would start from random "
             "weights; set model.init_from=FOLDER of a Hugging Face model (`burst model FOLDER` shows its settings), or "
             "model.require_init_from=false to train from scratch"
         )
 
 
 def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
-    """Why weights cannot be updated inside backward under this configuration; nothing: they can."""
+    """Yield the reasons why weights cannot be updated inside backward; none if they can."""
     clip, micro_steps = config.optimizer.max_grad_norm, config.train.grad_accum_steps
     replicas = config.parallel.dp_replicate_size
     given = "memory.optimizer_in_backward=true"
@@ -189,7 +266,7 @@ def update_in_backward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _masks(config: RunConfig) -> Iterator[str]:
-    """Masks have what they need, and documents are told apart where the data can say them."""
+    """Check the requirements of masks and of document masking."""
     attention = config.attention
     yield from mask_problems(attention, {attention.mask, *attention.mask_layers})
     if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
@@ -208,7 +285,7 @@ def _masks(config: RunConfig) -> Iterator[str]:
         yield "attention.layout=per_document divides every document over the ranks; set attention.documents=true"
 
 
-# Ranks and their supervisors find each other by these.
+# Ranks and their supervisors identify each other by these variables.
 _OURS = frozenset({"BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"})
 _TORCHRUN = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -221,11 +298,11 @@ _LABEL_KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL_VALUE}"
 _PATH = r"(?!(.*/)?\.\.([/:]|$))%s/[^\x00-\x1f\x7f%s]*"
 _EXPECTED_PATH = "an absolute path{}, without `..`, `:` and control characters, such as {}"
 _HOMELY = " or one in the home folder (~/...)"
-# Texts of a form, alone or in a list: its pattern, and in words what is expected.
+# Settings with a required format, as one text or a list: pattern, and description for the message.
 _FORMS: dict[str, tuple[str, str]] = {
     "exp": (
         r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
-        "what can name the folder of a run; use letters, digits, '.', '_' and '-', at most 100",
+        "a name for a run folder; use letters, digits, '.', '_' and '-', at most 100",
     ),
     "cluster.shared_folder": (_PATH % ("", ":"), _EXPECTED_PATH.format("", "/shared")),
     "cluster.node_folder": (_PATH % ("~?", ":"), _EXPECTED_PATH.format(_HOMELY, "/scratch/burst")),
@@ -257,7 +334,7 @@ def _forms(config: RunConfig) -> Iterator[str]:
 
 
 def machine_problems(config: RunConfig) -> Iterator[str]:
-    """One sentence per broken rule."""
+    """Yield one sentence per violated rule of cluster settings."""
     cluster = config.cluster
     for rule in (_launcher, _environment, _kubernetes):
         yield from rule(cluster)
@@ -275,7 +352,7 @@ def _launcher(cluster: ClusterConfig) -> Iterator[str]:
     elif (cluster.num_nodes or 1) > 1:
         yield (
             f"cluster.launcher=local starts ranks on this machine, but cluster.num_nodes={cluster.num_nodes}; "
-            "leave it null (cluster.topology_nodes treats ranks as lying on several)"
+            "leave it null (cluster.topology_nodes plans for ranks on several nodes)"
         )
 
 
@@ -284,7 +361,7 @@ def _environment(cluster: ClusterConfig) -> Iterator[str]:
     for index, setting in enumerate(cluster.environment):
         key = f"cluster.environment[{index}]"
         found = _ASSIGNMENT.fullmatch(setting)
-        # The value may be a secret that came there by mistake: only what stands before it is told.
+        # The value may be a secret that was typed here by mistake, so the message shows only the text before it.
         shown = repr(setting.partition("=")[0])
         if found is None:
             yield f"{key}: {shown} is not NAME=VALUE in one line, with a name of letters, digits and _"
@@ -315,7 +392,7 @@ def _container(container: ContainerConfig) -> Iterator[str]:
         )
     if not _is_command(container.command):
         yield f"cluster.container.command: got {container.command!r}, expected a command line such as docker"
-    # The value of an option may stand in an item of its own; what stands first is one.
+    # The value of an option may be a separate item, but the first item must be an option.
     if container.run_options and not container.run_options[0].startswith("-"):
         yield (
             f"cluster.container.run_options: got {container.run_options[0]!r} first, expected options of `docker run`, "
@@ -334,6 +411,8 @@ def _is_command(text: str) -> bool:
 _RULES: tuple[Rule, ...] = (
     _forms,
     _model,
+    _implementation,
+    _lora,
     _rope,
     _optimizer,
     _train,

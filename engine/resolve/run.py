@@ -1,9 +1,9 @@
-"""`ResolvedRun`: a configuration with nothing left open, and all that follows from it and from its machines.
+"""`ResolvedRun`: a configuration without open settings, and all values derived from it and its machines.
 
     words -> RunConfig -> survey -> resolve_run, once -> ResolvedRun -> predictions, launch plan -> RUN/resolved.json
 
-Whoever launches resolves; ranks read the file, compare its hash, and decide nothing but which kernel they can run.
-Ranks that something else starts, with a config.yaml alone, resolve it together when they start.
+The launcher resolves; ranks read the file, compare its hash, and select nothing but the kernel that they can run. Ranks
+started by another launcher, with a config.yaml alone, resolve it together at start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.predict.machine import Machine
 from engine.predict.memory import Capacity, MemoryPrediction, Predict
 from engine.resolve.attention import select_moving_operand, select_preset
 from engine.resolve.decisions import Decision, decision_from_dict
-from engine.resolve.degrees import place_ranks
+from engine.resolve.degrees import resolve_topology
 from engine.resolve.memory import resolve_memory
 from engine.runs.files import json_text, read_json_object
 from engine.runs.folder import RESOLVED_FILE
@@ -34,20 +34,21 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """What every rank does.
+    """The resolved configuration of a run, equal on every rank.
 
     Attributes:
-        config: with no `auto` left but that of the kernel, which a trial on each rank decides.
-        requested: fingerprint of the configuration that it was resolved from.
-        world: where all ranks are; group: those that share one sequence.
-        degrees: size of every axis.
-        machine: on which time was predicted.
-        method: attention, resolved to its last axis.
-        layers: mask and recomputation of the layers, repeating.
-        tile_tokens: rows at a time that layers work on; None: all.
-        capacity: the memory that there is; None: unknown.
-        memory_fits: None: a policy was configured, and nothing has been predicted for it yet.
-        decisions: what was open, or might have been, and by which rule it has its value.
+        config: The configuration, without any `auto` but that of the kernel, which each rank selects by a trial.
+        requested: Fingerprint of the configuration that it was resolved from.
+        world: Topology of all ranks.
+        group: Topology of the ranks that share one sequence.
+        degrees: Size of every parallel axis.
+        machine: Device and links for which times were predicted.
+        method: The attention method, without open settings.
+        layers: Mask and recomputation of the layers; the pattern repeats.
+        tile_tokens: Rows per tile of projections and MLP; None: all rows at a time.
+        capacity: Memory of device and host; None: unknown.
+        memory_fits: Whether memory fits by prediction; None: the policy was configured and not predicted yet.
+        decisions: The value of every setting that may be open, and the rule that selected it.
     """
 
     config: RunConfig
@@ -64,18 +65,18 @@ class ResolvedRun:
     decisions: tuple[Decision, ...]
 
     def decision(self, setting: str) -> Decision:
-        """That about a setting, by its dotted key."""
+        """Return the decision about a setting, by its dotted key."""
         return next(decision for decision in self.decisions if decision.setting == setting)
 
     @property
     def prediction(self) -> MemoryPrediction | None:
-        """The memory of the policy that a search has chosen; None where none was made, and on ranks."""
+        """The predicted memory of the policy that a search selected; None without a search, and on ranks."""
         candidates = self.decision("memory.activation_checkpoint").candidates
         return candidates[0].prediction if candidates else None
 
     @property
     def hash(self) -> str:
-        """64 hex digits: equal exactly when all that ranks read is equal."""
+        """SHA-256 as 64 hex digits: equal exactly when all values that ranks read are equal."""
         return hash_json(_whole_numbers(_to_dict(self)))
 
 
@@ -86,20 +87,20 @@ def resolve_run(
     capacity: Capacity | None = None,
     predict: Predict | None = None,
 ) -> ResolvedRun:
-    """Everything that `config` leaves open, decided for the ranks of `world`: the method, then the memory policy.
+    """Resolve every open setting of `config` for the ranks of `world`: first the attention method, then memory.
 
     Args:
-        config: legal by `engine.resolve.legality`; its number of ranks is that of `world`.
-        world: where all ranks are.
-        machine: on which time is predicted.
-        capacity: the memory that there is; needed under memory=auto.
-        predict: predicts memory; needed under memory=auto, which tries policies: the only loop.
+        config: A configuration that is legal by `engine.resolve.legality`, with the number of ranks of `world`.
+        world: Topology of all ranks.
+        machine: Device and links for which times are predicted.
+        capacity: Memory of device and host; required under memory=auto.
+        predict: Predicts memory; required under memory=auto, which searches over policies.
 
     Raises:
-        ConfigError: with every rule that is violated.
-        RunError: `predict` fails.
+        ConfigError: Lists every violated rule.
+        RunError: `predict` failed.
     """
-    degrees, _ = place_ranks(config.parallel, world.size, world.nodes)
+    degrees, _ = resolve_topology(config.parallel, world.size, world.nodes)
     group = degrees.cp_topology(world)
     attention, preset = select_preset(config, group, machine)
     resolved = replace(config, attention=attention)
@@ -126,19 +127,19 @@ def resolve_run(
 
 
 def resolved_text(run: ResolvedRun) -> str:
-    """The content of resolved.json."""
+    """Return the text of resolved.json."""
     return json_text({"format": _FORMAT, "hash": run.hash, "run": _to_dict(run)})
 
 
 def read_resolved(path: Path, requested: RunConfig) -> ResolvedRun | None:
-    """What the launch of the run in folder `path` resolved; None: no launch has.
+    """Return the `ResolvedRun` that a launch wrote into the run folder `path`; None: no launch wrote one.
 
     Args:
-        path: the run folder.
-        requested: the configuration in config.yaml, which it must have been made from.
+        path: The run folder.
+        requested: The configuration in config.yaml, which it must have been resolved from.
 
     Raises:
-        ConfigError: the file is not what was written, or was made from another configuration.
+        ConfigError: The file was changed after it was written, or belongs to another configuration.
     """
     file = path / RESOLVED_FILE
     if not file.is_file():
@@ -148,13 +149,13 @@ def read_resolved(path: Path, requested: RunConfig) -> ResolvedRun | None:
     except (OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
         text = f"damaged, or changed after it was written: {error}"
         raise ConfigError(
-            f"{file}: {text}. Put back what the launch wrote, or start a new `burst launch` with "
+            f"{file}: {text}. Restore the file, or start a new `burst launch` with "
             "train.checkpoint.resume_from set to this run"
         ) from error
     if config_fingerprint(requested) != run.requested:
         raise ConfigError(
             f"{file} was not made from {path / 'config.yaml'}: one of them was changed after the launch, or comes from "
-            "another run. Put back what the launch wrote, or start a new `burst launch` with "
+            "another run. Restore the file, or start a new `burst launch` with "
             "train.checkpoint.resume_from set to this run"
         )
     return run
@@ -176,7 +177,7 @@ def _to_dict(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """The same values with 5 for 5.0: a figure that is read back as a float must not change the hash."""
+    """Return the values with 5 for 5.0: a figure that is read back as a float must not change the hash."""
     if isinstance(value, dict):
         return {key: _whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -185,7 +186,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 def resolved_from_dict(values: Mapping[str, Any]) -> ResolvedRun:
-    """The run that `_to_dict` wrote. Raises ValueError, LookupError or TypeError where it is none."""
+    """Return the run that `_to_dict` wrote. Raises ValueError, LookupError or TypeError for other values."""
     problems: list[Problem] = []
 
     def read(cls: type[Any], value: Any) -> Any:

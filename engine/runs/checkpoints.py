@@ -6,9 +6,9 @@ checkpoints/
     step-00001100.old-<id>/    replaced by a new save of the same step, until that is committed
     step-00001000.bad-<id>/    found damaged and put aside, with the reason in WHY
     fetched-<id>/              files of another node's disk, while they are read
-    storage                    id of this disk, so that nodes can tell whether they share it
+    storage                    id of this disk, with which nodes detect whether they share it
 
-MANIFEST.json is what a committed checkpoint says of itself:
+MANIFEST.json describes a committed checkpoint:
 
     {"format": 1, "save_id": "...", "step": 1200, "saved_at": "...",
      "files":   {"rank00000.safetensors": {"bytes": ..., "sha256": "...", "storage": "..."}},
@@ -122,7 +122,7 @@ class Manifest:
         """Return an integer of `state`. Raises CheckpointError if there is none."""
         value = self.state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise CheckpointError(f"the checkpoint of step {self.step} does not say its {name}: got {value!r}")
+            raise CheckpointError(f"the checkpoint of step {self.step} has no valid {name}: got {value!r}")
         return value
 
     def problems(self) -> Iterator[str]:
@@ -146,7 +146,7 @@ def manifest_from_dict(document: Mapping[str, Any], where: str) -> Manifest:
     if document.get("format") != FORMAT:
         raise CheckpointError(f"{where} is of format {document.get('format')!r}; this version reads {FORMAT}")
     if document.get("sha256") != hash_json({key: value for key, value in document.items() if key != "sha256"}):
-        raise CheckpointError(f"{where} is not what was written: its own SHA-256 is another")
+        raise CheckpointError(f"{where} was changed after it was written: its SHA-256 differs")
     try:
         manifest = Manifest(
             step=int(document["step"]),
@@ -175,7 +175,7 @@ def _tensor_facts(facts: Mapping[str, Any]) -> TensorFacts:
 def _tensor_problem(tensor: TensorFacts, files: Mapping[str, FileFacts]) -> str | None:
     for chunk in tensor.chunks:
         if chunk.file not in files:
-            return f"a part lies in {chunk.file}, which is no file of this checkpoint"
+            return f"a part is in {chunk.file}, which is no file of this checkpoint"
         if len(chunk.offsets) != len(tensor.shape) or len(chunk.sizes) != len(tensor.shape):
             return f"a part has another number of dimensions than {list(tensor.shape)}"
         sides = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
@@ -284,7 +284,7 @@ def verify_files(
             if size != facts.bytes:
                 raise CheckpointError(f"{path} has {size:,} bytes, {facts.bytes:,} were written")
             if hash_file(path) != facts.sha256:
-                raise CheckpointError(f"{path} does not hold what was written: its SHA-256 is another")
+                raise CheckpointError(f"{path} was changed after it was written: its SHA-256 differs")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         advance(facts.bytes)

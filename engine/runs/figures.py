@@ -19,7 +19,7 @@ def count(value: float | None, digits: int = 3) -> str:
     """Format a number with a decimal prefix: 950, 12.3K, 4.56M, 1.2T."""
     if value is None:
         return DASH
-    limit = 1000 - 10 ** (3 - digits) / 2  # rounded to so many digits it would be 1000
+    limit = 1000 - 10 ** (3 - digits) / 2  # rounded to this many digits it would be 1000
     prefixes = iter("KMGTP")
     prefix = ""
     while abs(value) >= limit and prefix != "P":

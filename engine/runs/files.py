@@ -1,7 +1,7 @@
 """Files that survive being killed, standard library only: replaced whole, seen on the disk, known by their hash; JSON
 among them: objects replaced atomically, lines appended whole, torn lines skipped.
 
-Figures that are not finite (NaN, infinity) have no place in JSON: they become null.
+Figures that are not finite (NaN, infinity) are not valid JSON: they become null.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ CACHE_VARIABLE = "BURST_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """$BURST_CACHE_DIR, $XDG_CACHE_HOME/burst, or ~/.cache/burst."""
+    """Return $BURST_CACHE_DIR, $XDG_CACHE_HOME/burst, or ~/.cache/burst."""
     given, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
     if given:
         return home_path(given).absolute()
-    if base.startswith("/"):  # a relative one counts for nothing, says the XDG Base Directory Specification
+    if base.startswith("/"):  # relative paths are ignored by the XDG Base Directory Specification
         return Path(base) / "burst"
     try:
         return Path.home() / ".cache" / "burst"
     except RuntimeError:
-        raise BurstError(f"this user has no home folder to keep a cache in. Set {CACHE_VARIABLE}.") from None
+        raise BurstError(f"this user has no home folder for a cache. Set {CACHE_VARIABLE}.") from None
 
 
 def home_path(path: str) -> Path:
@@ -62,8 +62,8 @@ def sync(*paths: Path) -> None:
 def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -> None:
     """Replace `path` atomically: a reader sees the old or the new content. Raises OSError.
 
-    The file is its owner's alone, or `is_shared` as if it had been opened under its own name. A device or pipe is never
-    replaced: /dev/null would be gone.
+    Only the owner can access the file, unless `is_shared`: then the umask applies. A device or pipe is never replaced,
+    so /dev/null is safe.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
@@ -87,8 +87,8 @@ def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -
 def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
     """Yield a temporary folder next to `path` to fill; it is renamed to `path` at the end, so `path` is never partial.
 
-    Whatever fails, it is gone, with the folders above it that this made. Raises OSError, also where a folder with
-    anything in it lies at `path`.
+    On any failure it is removed, with the parent folders created here. Raises OSError, also if `path` is a non-empty
+    folder.
     """
     made = [parent for parent in path.parents if not parent.exists()]  # deepest first
     work = path.parent / f"{path.name}.tmp-{secrets.token_hex(8)}"
@@ -116,7 +116,7 @@ def remove_folder(path: Path) -> None:
 _BLOCK_BYTES = 8 << 20
 _MAX_LINE_BYTES = 16 << 20
 _NO_JSON = b"\0"  # begins no JSON value
-_MAX_DIGITS = 38  # those of 128 bits; what is longer cannot be computed with
+_MAX_DIGITS = 38  # of 128 bits; longer numbers are rejected
 
 
 def utc_now() -> str:

@@ -38,8 +38,8 @@ from engine.runs.files import append_json_line, new_folder, read_json_lines, rea
 from engine.runs.oom import measure_out_of_memory
 from engine.runs.process import NODE_VARIABLE, process_start
 
-OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
-RESOLVED_FILE = "resolved.json"  # what the launch made of config.yaml; ranks read it (`engine.resolve.run`)
+OVERRIDES_FILE = "overrides.txt"  # the typed overrides, one per line
+RESOLVED_FILE = "resolved.json"  # config.yaml as the launch resolved it; ranks read it (`engine.resolve.run`)
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
 RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files instead of the terminal
 _UNHAPPY = ("failed", "cancelled", "oom")
@@ -51,7 +51,7 @@ _MOVES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("completed", *_UNHAPPY), ("starting",)),
 }
 STATES = tuple(_MOVES)
-# What moves of the state machine take from run.json, how it must be, and that in words.
+# Fields of run.json that state transitions read: check, and description for the message.
 _STATE_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "state": (lambda value: value in STATES, f"one of {', '.join(STATES)}"),
     "attempt": (lambda value: type(value) is int and value > 0, "a number from 1 on"),
@@ -59,7 +59,7 @@ _STATE_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 _MESSAGE_CHARACTERS = 4_000
 _TRACEBACK_CHARACTERS = 20_000
-# What a rank says when it only noticed that another one had gone.
+# Errors of a rank that only lost its connection to a failed one.
 _ECHO_TYPES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
 _ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
@@ -343,7 +343,7 @@ def _when(record: Mapping[str, Any]) -> int:
 def describe_error(error: BaseException) -> dict[str, Any]:
     """{kind, type, message, traceback, exit_code, time_ns, at, memory}; kind: config, user, oom, peer_lost, exception.
 
-    `memory` is what `measure_out_of_memory` says under kind oom, else None.
+    `memory`: result of `measure_out_of_memory` for kind oom, else None.
     """
     measured = measure_out_of_memory(error)
     kind, text = type(error), str(error)[:_MESSAGE_CHARACTERS]

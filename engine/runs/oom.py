@@ -30,7 +30,7 @@ _DEVICE_TEXTS = (
 )
 _HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 # "Tried to allocate 20.00 GiB" (CUDA), "you tried to allocate 400000000000 bytes" (CPU).
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)\b", re.IGNORECASE)
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
@@ -40,10 +40,10 @@ def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
     where           device: GPU memory; host: what the CPU allocator and Python use, on a CPU run everything
     device          as torch names it: cuda:0, cpu
     peak_bytes      most that was in use so far, as `peak_source` counts it
-    asked_bytes     the allocation that failed
+    requested_bytes the allocation that failed
     capacity_bytes  memory of the device
 
-    What is not known is None. Reads counters only: those of the CUDA allocator where this process uses CUDA, else the
+    Unknown values are None. Reads counters only: those of the CUDA allocator where this process uses CUDA, else the
     resident set.
     """
     origin = _origin(error)
@@ -61,7 +61,7 @@ def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
         "device": device,
         "peak_bytes": peak,
         "peak_source": source,
-        "asked_bytes": _asked_bytes(origin),
+        "requested_bytes": _requested_bytes(origin),
         "capacity_bytes": capacity,
     }
 
@@ -81,7 +81,7 @@ def peak_resident_bytes(status: str = "/proc/self/status") -> int:
 def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:
     """Return settings that reduce the memory of a rank of `config`, cheapest first; never empty.
 
-    On the CPU device and host memory are one: stores on the host only help a GPU, and have a bound of their own there.
+    On the CPU, device and host memory are the same, so host stores help only a GPU, where they have a separate limit.
     """
     memory, chunk_tokens = config.memory, LossConfig().chunk_tokens
     on_gpu, keeps = config.cluster.backend != "gloo", memory.activation_store == "host"
@@ -136,19 +136,19 @@ def _is_of_host(origin: BaseException) -> bool:
     return host and not device
 
 
-def _asked_bytes(origin: BaseException) -> int | None:
-    """Return the size of the failed allocation: attribute `asked_bytes` of the error, else parsed from its text."""
-    asked = getattr(origin, "asked_bytes", None)
+def _requested_bytes(origin: BaseException) -> int | None:
+    """Return the size of the failed allocation: attribute `requested_bytes` of the error, else parsed from its text."""
+    asked = getattr(origin, "requested_bytes", None)
     if isinstance(asked, int):
         return asked
-    found = _ASKED.search(str(origin))
+    found = _REQUESTED.search(str(origin))
     return round(float(found[1]) * _UNITS[found[2].lower()]) if found else None
 
 
 def _on_cuda() -> tuple[str, int | None, str, int | None]:
     """Return device, peak, its source and capacity from the caching allocator of this process, if it uses CUDA."""
     torch = sys.modules.get("torch")  # never imported here: a rank that ran out of memory before that has no allocator
-    with contextlib.suppress(RuntimeError):  # the device is gone
+    with contextlib.suppress(RuntimeError):  # the device was lost
         if torch is not None and torch.cuda.is_initialized():
             index = torch.cuda.current_device()
             peak = int(torch.cuda.max_memory_allocated(index))

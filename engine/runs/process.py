@@ -82,8 +82,9 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Lets torch, which is imported later, grow device memory in place, so that a freed block of the wrong size is no
-    loss; whoever has set the allocator up already keeps that.
+    """Let torch, which is imported later, grow device memory in place, which avoids fragmentation.
+
+    An allocator that is configured already is not changed.
     """
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -155,7 +156,7 @@ def _folders(path: str, mounts: list[str], kind: str, option: str) -> tuple[str,
         found_kind, _, options = [*source.split(), "", "", ""][:3]
         if found_kind != kind or (option and option not in options.split(",")):
             continue
-        # A container without a namespace of its own sees only its part of the hierarchy: `root` of it.
+        # A container without a cgroup namespace sees only its part of the hierarchy, from `root` on.
         inside = path[len(root) :] if root != "/" and path.startswith(root) else path
         names = [name for name in inside.split("/") if name and name != ".."]
         return tuple(os.path.join(point, *names[:depth]) for depth in range(len(names), -1, -1))

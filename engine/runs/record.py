@@ -38,7 +38,7 @@ def collect_provenance() -> dict[str, Any]:
     """{collected_at, command, cwd, git, versions, hardware, image}; unknown ones are null.
 
     The git commit and uncommitted changes are those of the folder that holds the packages, where that is the top of a
-    checkout (not where it merely lies in one, as site-packages of a virtual environment may).
+    checkout (not if it is merely inside of one, as site-packages of a virtual environment may be).
     """
     return {
         "collected_at": utc_now(),
@@ -139,7 +139,7 @@ FINAL_TABLES = ("validation_loss_by_position", "needle_by_depth")  # which only 
 def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS) -> dict[str, Any]:
     """{steps, tokens_total, dropped_steps, X, X_p25, X_p75, X_n for each of MEDIANS, maxima, final figures}.
 
-    What is unknown is None.
+    Unknown values are None.
 
     X is the median over the optimizer steps after the first `warmup_steps`, at least of the last one. When a step
     appears twice (a run that was taken up again), the later row counts. Without rows n is 0, X is None.
@@ -147,7 +147,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
     latest = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     ordered = [latest[step] for step in sorted(latest)]
     left_out = max(0, min(warmup_steps, len(ordered) - 1))
-    # A step without labels computes nothing, so its time says nothing about the others'.
+    # A step without labels computes nothing, so its time is no measurement.
     measured = [row for row in ordered[left_out:] if row.get("dropped") != "no_labels"]
     summary: dict[str, Any] = {
         "steps": ordered[-1]["step"] if ordered else 0,
@@ -156,7 +156,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
         "warmup_metric_steps": left_out,
     }
     for name in MEDIANS:
-        summary.update(spread(name, _numbers(measured, name)))
+        summary.update(quartile_fields(name, _numbers(measured, name)))
     for name in MAXIMA:
         summary[name] = max(_numbers(ordered, name), default=None)
     for name in FINALS:
@@ -206,7 +206,7 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def facts_of_run(path: Path) -> dict[str, Any]:
-    """`config_facts` of the run in folder `path` as it was resolved; the fingerprint is that of what was asked for.
+    """Return `config_facts` of the run in folder `path` as resolved; the fingerprint is that of config.yaml.
 
     Raises:
         ConfigError: config.yaml cannot be read.
@@ -216,7 +216,7 @@ def facts_of_run(path: Path) -> dict[str, Any]:
 
 
 def resolved_config(path: Path) -> RunConfig:
-    """What the ranks of the run in folder `path` run; what was asked for, where nothing that can be read says more.
+    """Return the configuration that ranks of the run in folder `path` use; config.yaml if resolved.json is unreadable.
 
     Raises:
         ConfigError: neither resolved.json nor config.yaml can be read.
@@ -229,7 +229,7 @@ def resolved_config(path: Path) -> RunConfig:
 
 
 def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what memory_plan.json predicted, with the keys of summary.json; empty without a prediction.
+    """Return the predictions of memory_plan.json, with the keys of summary.json; empty without a prediction.
 
     predicted_peak_bytes    that one rank's device holds at most: to be read beside peak_memory_bytes on CUDA and beside
                             peak_tensor_bytes on a CPU
@@ -245,7 +245,7 @@ def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
     return facts
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+def quartile_fields(name: str, values: Sequence[float]) -> dict[str, Any]:
     """{name: median, name_p25, name_p75, name_n}; quartiles by linear interpolation over the measured values."""
     quartiles: Sequence[float | None] = [float(values[0]) if values else None] * 3
     if len(values) > 1:

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
-from engine.checkpoint.state import TrainingTensors, training_tensors, weight_tensors
+from engine.checkpoint.state import TrainingTensors, frozen_digest, training_tensors, weight_tensors
 from engine.config.errors import RunError
 from engine.config.settings import RunConfig
+from engine.model.decoder import has_frozen_weights
 from engine.runs.checkpoints import CheckpointError, Manifest, check_steps_left, checkpoints_folder
 from engine.runs.folder import RunFolder
 from engine.training.rank.recorder import Recorder
@@ -34,6 +35,7 @@ class RunCheckpoints:
         self._settings, self._train_step, self._recorder = config.train.checkpoint, train_step, recorder
         # A position in the data has the same meaning only if these are equal.
         self._data = {"seed": config.seed, "seq_len": config.train.seq_len, "data_hash": data_hash}
+        self._base_digest: str | None = None  # of the weights that are frozen, once they are set
         source = self._settings.resume_from
         self._steps = config.train.steps
         self._source = None if source is None else Path(source).expanduser()
@@ -51,6 +53,7 @@ class RunCheckpoints:
         if self._checkpointer is None:
             return None
         self._recorder.phase("restore")
+        self._note_base()
         tensors = self._tensors()
         manifest = self._checkpointer.restore(tensors, self._check_data)
         if manifest is None and self._source is not None:
@@ -66,8 +69,9 @@ class RunCheckpoints:
         if self._checkpointer is None or self._source is None:
             return None
         self._recorder.phase("restore")
+        self._note_base()
         weights = weight_tensors(self._train_step.model)
-        manifest = self._checkpointer.restore_from(self._source, weights, lambda manifest: None)
+        manifest = self._checkpointer.restore_from(self._source, weights, self._check_base)
         self._recorder.note(f"evaluating the weights of {manifest.facts.get('run_id')} after step {manifest.step}")
         return manifest
 
@@ -96,6 +100,8 @@ class RunCheckpoints:
         self._recorder.phase("checkpoint")
         tensors, guard = self._tensors(), self._train_step.guard.state()
         state = {**asdict(position), "updates": tensors.updates, "guard": guard, **self._data}
+        if self._base_digest is not None:
+            state["base_weights"] = self._base_digest
         self._record(self._checkpointer.save(Snapshot(position.step, tensors.tensors, state), wait=is_last))
         self._recorder.phase("train")
 
@@ -118,8 +124,22 @@ class RunCheckpoints:
         assert self._source is not None
         check_steps_left(manifest.step, self._source, self._steps)
 
+    def _note_base(self) -> None:
+        """Compute the digest of the frozen weights, if there are any. Collective over all ranks."""
+        if has_frozen_weights(self._train_step.model):
+            self._base_digest = frozen_digest(self._train_step.model)
+
+    def _check_base(self, manifest: Manifest) -> None:
+        """Raise CheckpointError if the adapters of `manifest` belong to other frozen weights."""
+        if manifest.state.get("base_weights") != self._base_digest:
+            raise CheckpointError(
+                f"the adapters of step {manifest.step} were trained on other weights than those of model.init_from "
+                f"here (digests {manifest.state.get('base_weights')} and {self._base_digest}); give the same model"
+            )
+
     def _check_data(self, manifest: Manifest) -> None:
         """Raise CheckpointError if a position in the data of `manifest` means something else in this run."""
+        self._check_base(manifest)
         there = manifest.state
         if different := [name for name, here in self._data.items() if there.get(name) != here]:
             listed = ", ".join(f"{name} was {there.get(name)}, is {self._data[name]}" for name in different)

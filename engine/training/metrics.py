@@ -30,6 +30,8 @@ from engine.runs.oom import peak_resident_bytes
 from engine.training.peak import above_peak_warning
 from engine.training.train_step import StepResult
 
+ROUTER_FIGURES = ("auxiliary_loss", "expert_load_max", "idle_experts")  # null without experts
+
 
 def peak_pinned_bytes() -> int | None:
     """Return the peak of pinned host memory of this process so far, in bytes; None without a GPU."""
@@ -204,6 +206,7 @@ class StepMeter:
             "step_time_s": seconds,
             "visible_pairs": result.pairs.visible,
             "recomputed_pairs": result.pairs.again,
+            **{name: result.routers.get(name) for name in ROUTER_FIGURES},
             **self._rates(result, seconds),
             **{
                 name: int(value) if value is not None and name.endswith("bytes") else value

@@ -7,20 +7,21 @@ Labels are counted first, because ranks and micro-steps have different numbers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from engine.attention.hugging_face import document_positions
 from engine.attention.library import ContextParallel
 from engine.attention.runtime import PlannedAttention
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.distributed.collectives import sum_over_ranks
 from engine.distributed.mesh import Mesh
+from engine.model.decoder import AttentionFn, Decoder, Routing
 from engine.model.dropout import Dropout, row_keys
-from engine.model.llama import AttentionFn, LlamaModel
 from engine.optim.adamw import build_optimizer, learning_rate, set_learning_rate
 from engine.optim.updates import build_updates
 from engine.parallel.fsdp import set_gradient_sync
@@ -41,6 +42,7 @@ class StepResult:
         learning_rate: The one that the step used.
         pairs: Query-key pairs that attention computed, of all sequences over all ranks; 0 for a step without labels.
         verdict: Whether the weights were updated, and why not; `NO_LABELS` for a step without labels.
+        routers: Figures of the routers of experts, by their names in metrics.jsonl; empty without experts.
     """
 
     loss: float | None
@@ -48,6 +50,37 @@ class StepResult:
     learning_rate: float
     pairs: AttendedPairs
     verdict: Verdict = TAKEN
+    routers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepSums:
+    """Sums over the micro-steps of a step.
+
+    Attributes:
+        auxiliary: Auxiliary loss of the routers, weighted: this rank's shares, a scalar; None without one.
+        routed: Rows of this rank assigned to the experts of every layer, [layers, E]; None without experts.
+    """
+
+    auxiliary: Tensor | None = None
+    routed: Tensor | None = None
+
+    def add(self, routing: Routing, share: Tensor | None) -> None:
+        """Add a micro-step, and its share of the auxiliary loss."""
+        if share is not None:
+            self.auxiliary = share.detach() if self.auxiliary is None else self.auxiliary + share.detach()
+        self.routed = routing.counts if self.routed is None else self.routed + routing.counts
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of `StepResult.routers`. Collective over all ranks if there are experts."""
+        if self.routed is None:
+            return {}
+        share = torch.zeros((), device=self.routed.device) if self.auxiliary is None else self.auxiliary
+        auxiliary, *rows = sum_over_ranks(torch.cat([share.double()[None], self.routed.double().flatten()])).tolist()
+        counts = torch.tensor(rows).view(self.routed.shape)
+        load = counts / counts.mean(dim=1, keepdim=True)  # 1 where every expert of the layer has as many rows
+        figures = {"expert_load_max": float(load.max()), "idle_experts": float((counts == 0).sum())}
+        return figures if self.auxiliary is None else figures | {"auxiliary_loss": auxiliary}
 
 
 @dataclass(frozen=True)
@@ -59,15 +92,17 @@ class RankBatch:
         attention: One function per layer, planned for the batch's documents.
         attended: Query-key pairs of all rows of the ranks that share these sequences.
         samples: Numbers of the sequences in the training stream, which key dropout.
+        real: Which rows are no padding, [T] bool.
     """
 
     rows: LocalBatch
     attention: Sequence[AttentionFn]
     attended: AttendedPairs
     samples: tuple[int, ...] = ()
+    real: Tensor | None = None
 
 
-def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh: Mesh) -> RankBatch:
+def rank_batch(batch: Batch, model: Decoder, attention: ContextParallel, mesh: Mesh) -> RankBatch:
     """Take this rank's part of a batch of whole sequences, [B, N] -> [B, T], in the layout of the batch's documents."""
     context = attention.run_context(batch.documents[0])  # all sequences of a batch have the same documents
     rows = shard_batch(
@@ -78,8 +113,12 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh
         device=mesh.device,
         label_part=mesh.row_part,
     )
+    real = rows.positions < context.seq_len
+    if model.restarts_positions:
+        starts = batch.documents[0].tolist() if attention.config.attention.documents else []
+        rows = replace(rows, positions=document_positions(rows.positions, context.seq_len, starts))
     pairs = attended_pairs(context.layers, len(model.layers), sequences=len(batch.documents))
-    return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples)
+    return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples, real)
 
 
 def count_batches(batches: Sequence[RankBatch], mesh: Mesh) -> tuple[int, AttendedPairs]:
@@ -104,7 +143,7 @@ class TrainStep:
         self,
         config: RunConfig,
         mesh: Mesh,
-        model: LlamaModel,
+        model: Decoder,
         attention: ContextParallel,
         status: RankStatus | None = None,
     ) -> None:
@@ -143,7 +182,8 @@ class TrainStep:
             self.status.phase = "train"
             return StepResult(None, None, rate, AttendedPairs(0, 0), NO_LABELS)
         set_learning_rate(self.optimizer, rate)  # before backward, which updates weights under optimizer_in_backward
-        loss_sum = self.accumulate(local, label_tokens)
+        sums = StepSums()
+        loss_sum = self.accumulate(local, label_tokens, sums)
         verdicts: list[Verdict] = []
 
         def judge(norm: Tensor) -> bool:
@@ -157,9 +197,10 @@ class TrainStep:
         self.status.phase = "train"
         if not may_drop:
             judge(norm)
-        return StepResult(float(loss_sum.item()) / label_tokens, float(norm.item()), rate, pairs, verdicts[0])
+        loss = float(loss_sum.item()) / label_tokens
+        return StepResult(loss, float(norm.item()), rate, pairs, verdicts[0], sums.figures())
 
-    def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
+    def accumulate(self, local: Sequence[RankBatch], label_tokens: int, sums: StepSums | None = None) -> Tensor:
         """Run forward and backward of all micro-steps. Collective over all ranks.
 
         Gradients of the mean loss are left in `.grad`, or applied to the weights under optimizer_in_backward.
@@ -167,6 +208,7 @@ class TrainStep:
         Args:
             local: This rank's batches, one per micro-step.
             label_tokens: Labels that count, of all ranks and micro-steps.
+            sums: Gets what routers chose.
 
         Returns:
             The loss summed over the labels of all ranks, float64 scalar.
@@ -176,12 +218,21 @@ class TrainStep:
             set_gradient_sync(self.model, is_last=index == len(local) - 1)
             self.status.micro_step, self.status.phase = index, "forward"
             self.status.faults.at_forward(self.status.step)
-            hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
+            routing = self.model.routing(batch.real)
+            rows = batch.rows
+            hidden = self.model(rows.tokens, rows.positions, batch.attention, self._dropout_of(batch), routing)
             self.status.phase = "loss"
-            loss = self.status.faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
+            loss = self.status.faults.at_loss(self.status.step, self.model.head(hidden, rows.labels))
             del hidden  # else it would stay alive through the whole backward pass
+            mean = loss / label_tokens
+            if routing is not None:
+                share = routing.auxiliary_loss()
+                share = None if share is None else share / len(local)
+                mean = mean if share is None else mean + share
+                if sums is not None:
+                    sums.add(routing, share)
             self.status.phase = "backward"
-            (loss / label_tokens).backward()  # FSDP sums over ranks, so this yields the gradient of the mean
+            mean.backward()  # FSDP sums over ranks, so this yields the gradient of the mean
             loss_sum += loss.detach()
         with self.status.waits.waiting("all_reduce"):
             return sum_over_ranks(loss_sum)

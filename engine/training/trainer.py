@@ -31,6 +31,7 @@ from engine.distributed.mesh import (
     start_process_group,
     step_timeout,
 )
+from engine.model.decoder import has_frozen_weights
 from engine.parallel.parallelize import build_empty_model, set_first_weights
 from engine.parallel.waiting import count_waits
 from engine.planning.methods.presets import AttentionMethod
@@ -103,7 +104,11 @@ class Trainer:
             self._evaluate_only()
             return
         total = self.config.train.steps
-        position = self._checkpoints.restore() or self._begin()
+        if has_frozen_weights(self.model):  # which are in no checkpoint
+            self._begin()
+            position = self._checkpoints.restore() or Position()
+        else:
+            position = self._checkpoints.restore() or self._begin()
         self._batches.start_at(position.step, position.samples)
         self._recorder.phase("train")
         limit_waits(self.mesh, step_timeout(self.config.cluster))
@@ -137,8 +142,10 @@ class Trainer:
 
     def _evaluate_only(self) -> None:
         """Evaluate the given weights once. Optimizer states are neither loaded nor created."""
+        if has_frozen_weights(self.model):
+            self._begin()
         evaluated = self._checkpoints.restore_weights()
-        if evaluated is None:
+        if evaluated is None and not has_frozen_weights(self.model):
             self._begin()
         step = 0 if evaluated is None else evaluated.step
         self._recorder.phase("evaluate")

@@ -179,3 +179,11 @@ def test_composing_reads_the_environment_and_leaves_nothing_behind(tmp_path: Pat
     with pytest.raises(ConfigError):
         compose(["exp=tiny", "model=nope"])
     assert (Path.cwd(), list(tmp_path.iterdir()), GlobalHydra.instance().is_initialized()) == (tmp_path, [], False)
+
+
+def test_keys_of_a_json_setting_can_be_changed_or_added() -> None:
+    rope = "model.hf_config.rope_parameters"
+    composed = compose(["exp=qwen3_30b_a3b_1m", f"{rope}.rope_type=yarn", f"+{rope}.factor=4.0"])
+    assert composed.config.model.hf_config is not None
+    assert composed.config.model.hf_config["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    assert composed.sources["model.hf_config"] == f"+{rope}.factor=4.0"

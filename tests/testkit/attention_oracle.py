@@ -163,11 +163,11 @@ class Group:
     sinks: Tensor | None = None  # [heads]
 
     def run(self, inputs: Inputs) -> GroupResult:
-        home = self.blocks.home
-        index = [torch.from_numpy(home.positions(rank)) for rank in range(home.size)]
+        rank_layout = self.blocks.rank_layout
+        index = [torch.from_numpy(rank_layout.positions(rank)) for rank in range(rank_layout.size)]
         local = [(inputs.q[i], inputs.k[i], inputs.v[i]) for i in index]
-        forward_hub = Hub(home.size, self.topology, late=self.late)
-        runtimes = [self._runtime(rank, forward_hub) for rank in range(home.size)]
+        forward_hub = Hub(rank_layout.size, self.topology, late=self.late)
+        runtimes = [self._runtime(rank, forward_hub) for rank in range(rank_layout.size)]
         forwards = [
             runtime.forward_execution(*qkv, sinks=self.sinks) for runtime, qkv in zip(runtimes, local, strict=True)
         ]
@@ -175,7 +175,7 @@ class Group:
         finished = [r.collect(e, *qkv) for r, e, qkv in zip(runtimes, forwards, local, strict=True)]
         if self.plans.recompute is not None:
             finished = self._run_again(self.plans.recompute, local, [saved for _, saved in finished])
-        backward_hub = Hub(home.size, self.topology, late=self.late)
+        backward_hub = Hub(rank_layout.size, self.topology, late=self.late)
         shares = [None if self.sinks is None else SinkGradients(self.sinks) for _ in index]
         backwards = [
             self._runtime(r, backward_hub).backward_execution(
@@ -204,7 +204,7 @@ class Group:
         self, plan: AttentionPlan, local: list[tuple[Tensor, Tensor, Tensor]], saved: list[SavedAttention]
     ) -> list[tuple[Tensor, SavedAttention]]:
         """As `collect` of the forward pass, after a recompute pass that was given nothing but the kept rows."""
-        hub = Hub(self.blocks.home.size, late=self.late)
+        hub = Hub(self.blocks.rank_layout.size, late=self.late)
         again = []
         rows = [self.blocks.recomputed_rows(self.before or 0, rank) for rank in range(len(local))]
         for rank, (q, k, v) in enumerate(local):

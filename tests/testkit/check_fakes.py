@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.checks.check import Check, CheckGroup, Finding, Verdict
 from cluster.ssh.hosts import Host
-from cluster.survey.facts import NodeFacts, build_script, is_complete, new_fence, read_sections
+from cluster.survey.facts import NodeFacts, build_script, is_complete, new_delimiter, read_sections
 from cluster.survey.section import NodeProbe, Question, Section, SectionState
 from testkit.connections import AT_HAND, FakeConnection, FakeProcess
 from testkit.needs import require
@@ -38,7 +38,7 @@ def ask_here(
     """The answer of this machine in `folder`, with `tools` first in PATH and nothing else of our environment."""
     path = ":".join(map(str, filter(None, (tools, AT_HAND, os.environ["PATH"]))))
     program = installed(shell[0], path)
-    fence = new_fence()
+    fence = new_delimiter()
     # Not a pipe: what a killed section leaves behind would hold it open.
     with tempfile.TemporaryFile() as output:
         subprocess.run(

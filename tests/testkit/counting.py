@@ -172,7 +172,7 @@ class _Expected:
 
     def arithmetic(self) -> CountingArithmetic:
         """Records of every part of the heads."""
-        return CountingArithmetic(self.blocks.home.seq_len, max(self.blocks.grid.heads, len(self.dense)))
+        return CountingArithmetic(self.blocks.rank_layout.seq_len, max(self.blocks.grid.heads, len(self.dense)))
 
     def positions(self, rank: int, buffer: Buffer) -> Tensor:
         """Positions of the rows that a buffer must have."""
@@ -198,7 +198,7 @@ def prove_classes(
 
     Backward starts from what forward left, or the recompute pass, in which queries at positions `before` one ask.
     """
-    dense = torch.stack([dense_visibility(mask, blocks.home.seq_len) for mask in masks]).int()
+    dense = torch.stack([dense_visibility(mask, blocks.rank_layout.seq_len) for mask in masks]).int()
     expected = _Expected(dense, blocks)
     given = _given(plans.forward, expected)
     left = _run_on_records(plans.forward, expected, given, late=late)
@@ -278,7 +278,7 @@ def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArith
 def _positions_of(blocks: Blocks, rank: int, buffer: Buffer) -> Tensor:
     """Positions of the rows of an argument: buffers of some heads hold the rows of the ring."""
     if buffer.heads.count == 1:
-        return torch.from_numpy(blocks.home.positions(rank))
+        return torch.from_numpy(blocks.rank_layout.positions(rank))
     return torch.from_numpy(blocks.ring.positions(blocks.grid.coordinates(rank)[0]))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.checks.launch import Offer
+from cluster.checks.launch import NodeResources
 from cluster.launch.local import build_local_plan, probe_local_node
 from cluster.launch.ssh import SshNode
 from cluster.plan import LaunchPlan, MachineFacts
@@ -43,7 +43,7 @@ def fake_torchrun(ranks: int, *words: str) -> tuple[str, ...]:
 
 CODE = f"~/.burst/code/{'c0de' * 16}.zip"
 H100 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20)
-OFFER = Offer(
+OFFER = NodeResources(
     home="/home/me",
     user="me",
     uid=1000,

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from cluster.control import ssh_link
 from cluster.control.attempt import StopRequests
-from cluster.control.controller import Manner, control
+from cluster.control.controller import ControlOptions, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
 from cluster.control.runner import open_links, read_run_plan
 from cluster.control.ssh_link import LinkTiming
@@ -84,14 +84,14 @@ class Led:
         detached: bool = False,
     ) -> tuple[LaunchOutcome, Observer]:
         """Lead it to its end, with `act` at every tick."""
-        observer, manner = Observer(act), Manner(detached=detached, timing=timing)
+        observer, manner = Observer(act), ControlOptions(detached=detached, timing=timing)
         return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), manner), observer
 
     def begin(self, *, start: bool = True, timing: LaunchTiming = CALM) -> Self:
         """Begin to lead it, in a thread."""
 
         def work() -> None:
-            manner = Manner(start=start, timing=timing)
+            manner = ControlOptions(start=start, timing=timing)
             try:
                 self._outcome.set_result(control(self.plan, self.run, self.links(), self.observer, self.stop, manner))
             except BaseException as error:
@@ -107,9 +107,9 @@ class Led:
 
     def wait_for_step(self, step: int = 3) -> None:
         """Return once rank 0 is that far, which waits for nobody, and every other rank has begun to work."""
-        wait_for(lambda: len(self.run.read_metrics()) >= step and self._has_begun(), self.describe)
+        wait_for(lambda: len(self.run.read_metrics()) >= step and self._has_started(), self.describe)
 
-    def _has_begun(self) -> bool:
+    def _has_started(self) -> bool:
         logs = self.run.path.glob("logs/*/rank*.log")
         return len([log for log in logs if " in mode " in log.read_text()]) == self.plan.world_size
 
@@ -258,7 +258,7 @@ def main(path: str, *flags: str) -> int:
     """Lead the run in folder `path` from a process of its own, which can be told to stop, and killed."""
     run = open_run(Path(path))
     plan = read_run_plan(run.path)
-    links, manner = open_links(plan, run), Manner(detached="--detached" in flags, timing=HURRIED)
+    links, manner = open_links(plan, run), ControlOptions(detached="--detached" in flags, timing=HURRIED)
     with StopRequests().listening() as stop:
         return control(plan, run, links, LaunchObserver(), stop, manner).exit_code
 

@@ -85,7 +85,9 @@ class LatentGroup:
     late: bool = True
 
     def run(self, inputs: LatentInputs) -> LatentResult:
-        index = [torch.from_numpy(self.blocks.home.positions(rank)) for rank in range(self.blocks.home.size)]
+        index = [
+            torch.from_numpy(self.blocks.rank_layout.positions(rank)) for rank in range(self.blocks.rank_layout.size)
+        ]
         forward_hub, backward_hub = (Hub(len(index), self.topology, late=self.late) for _ in range(2))
         saved = self._forward(inputs, index, forward_hub)
         outs = [each.out for each in saved]

@@ -18,7 +18,7 @@ from engine.attention.context import HeadShape
 from engine.attention.hugging_face import enable_context_parallel, model_heads
 from engine.config.errors import ConfigError
 from testkit.ranks import Pools, RankFailedError
-from testkit.tiny_models import DOCUMENTS, build, differences, train_alone, train_divided
+from testkit.tiny_models import DOCUMENTS, build, differences, train_alone_thrice, train_divided
 
 PRESETS = {"burst": 2, "ulysses": 4, "megatron_allgather": 4}  # and on how many ranks
 LINEAR = ("linear_attention", "mamba", "conv", "hybrid", "moe")
@@ -91,9 +91,7 @@ def row(family: str, ranks: Pools) -> Row:
     if why is not None:
         return Row(family, has, (f"refused: {why}",))
     batches = ((0,), DOCUMENTS)
-    alone = {
-        documents: [train_alone(family, documents, t) for t in (torch.float32, torch.float64)] for documents in batches
-    }
+    alone = {documents: train_alone_thrice(family, documents) for documents in batches}
     results = []
     for preset, size in PRESETS.items():
         try:
@@ -101,7 +99,7 @@ def row(family: str, ranks: Pools) -> Row:
                 difference
                 for documents in batches
                 for difference in differences(
-                    ranks(size).run(train_divided, family, preset, documents), *alone[documents]
+                    ranks(size).run(train_divided, family, preset, documents), alone[documents]
                 )
             ]
         except RankFailedError as error:

@@ -46,10 +46,10 @@ def check_plans(
         for rank_plan in plan.ranks.values():
             check_places(rank_plan)
     prove_pair(plans, mask, blocks, late=late, before=before)
-    visible = dense_visibility(mask, blocks.home.seq_len)
+    visible = dense_visibility(mask, blocks.rank_layout.seq_len)
     check_tiles(plans, blocks, visible, before)
-    inputs = random_inputs(blocks.home.seq_len, *heads, head_dims[0], v_dim=head_dims[1])
-    topology = topology or Topology(1, blocks.home.size)
+    inputs = random_inputs(blocks.rank_layout.seq_len, *heads, head_dims[0], v_dim=head_dims[1])
+    topology = topology or Topology(1, blocks.rank_layout.size)
     group = Group(plans, blocks, kernel or ReferenceKernel(), not late, topology, torch.float64, before, sinks)
     result = group.run(inputs)
     found = errors(result.values, oracle(inputs, visible, sinks))

@@ -19,6 +19,7 @@ from engine.config.settings import KvForm
 
 SEQ_LEN, VOCAB = 37, 97
 DOCUMENTS = (0, 11, 29)
+SMALLEST_NORM = 1e-6  # whole gradients are 10 and more: a smaller one, as that of a bias of keys, is rounding
 MAX_PARAMETERS = 4_000_000  # of a family whose config does not know the names below
 RATES = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "layerdrop")
 MORE_RATES = ("attention_probs_dropout_prob", "hidden_dropout_prob", "router_jitter_noise", "input_jitter_noise")
@@ -99,10 +100,16 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 class Trained(NamedTuple):
-    """Loss of a batch and the gradient of every parameter that has one."""
+    """Loss of a batch, the gradient of every parameter that has one, and the norm of what this rank added to it."""
 
     loss: float
     gradients: dict[str, Tensor]
+    shares: dict[str, float]
+
+    @property
+    def norm(self) -> float:
+        """Norm of the whole gradient."""
+        return float(torch.stack([gradient.double().norm() for gradient in self.gradients.values()]).norm())
 
 
 def has(config: Any, name: str) -> bool:
@@ -162,18 +169,21 @@ def sum_loss(logits: Tensor, shifted: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
 
 
-def train_alone(family: str, documents: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Trained:
-    """One process with eager attention; every document is a call of its own."""
+def train_alone(
+    family: str, documents: tuple[int, ...], dtype: torch.dtype = torch.float32, *, rows_apart: bool = False
+) -> Trained:
+    """One process with eager attention; every document is a call of its own, and with `rows_apart` every sequence."""
     model, (tokens, labels) = build(family).to(dtype), make_batch()
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products are of 32 bits at most
     count = int((shift_labels(labels, documents) != -100).sum())
     loss = torch.zeros(())
-    for start, stop in zip(documents, [*documents[1:], SEQ_LEN], strict=True):
-        logits = model(input_ids=tokens[:, start:stop], use_cache=False).logits
-        loss = loss + sum_loss(logits.float(), shift_labels(labels[:, start:stop])) / count
+    for rows in ([0], [1]) if rows_apart else ([0, 1],):
+        for start, stop in zip(documents, [*documents[1:], SEQ_LEN], strict=True):
+            logits = model(input_ids=tokens[rows, start:stop], use_cache=False).logits
+            loss = loss + sum_loss(logits.float(), shift_labels(labels[rows, start:stop])) / count
     loss.backward()
-    return Trained(loss.item(), _gradients(model))
+    return Trained(loss.item(), _gradients(model), {})
 
 
 def train_divided(family: str, preset: str, documents: tuple[int, ...], kv_form: KvForm = "auto") -> Trained:
@@ -184,41 +194,62 @@ def train_divided(family: str, preset: str, documents: tuple[int, ...], kv_form:
     sharder = enable_context_parallel(model, parallel)
     loss = model(**sharder.shard_inputs(tokens, labels, documents=documents)).loss
     loss.backward()
+    shares = {name: float(gradient.norm()) for name, gradient in _gradients(model).items()}
     parallel.sum_gradients(model.parameters())
-    return Trained(loss.item(), _gradients(model) if parallel.rank == 0 else {})
+    return Trained(loss.item(), _gradients(model) if parallel.rank == 0 else {}, shares)
 
 
-def tolerances(want: Trained, exact: Trained) -> dict[str, float]:
+class Alone(NamedTuple):
+    """One process: in fp32, in float64, and in fp32 with the sequences of the batch apart."""
+
+    plain: Trained
+    exact: Trained
+    rows_apart: Trained
+
+
+def train_alone_thrice(family: str, documents: tuple[int, ...]) -> Alone:
+    """What `differences` compares with, and two samples of what fp32 alone does."""
+    exact = train_alone(family, documents, torch.float64)
+    return Alone(train_alone(family, documents), exact, train_alone(family, documents, rows_apart=True))
+
+
+def tolerances(alone: Alone) -> dict[str, float]:
     """Largest relative error per gradient: 1e-5, or 3 times the most that fp32 alone does to this tensor of any layer.
 
     Sums that cancel, as of a router's bias, have few digits left in fp32, and some layers are lucky.
     """
     noise: dict[str, float] = {}
-    for name, gradient in want.gradients.items():
-        kind = re.sub(r"\d+", "*", name)
-        noise[kind] = max(noise.get(kind, 0.0), distance(gradient, exact.gradients[name]))
-    return {name: max(1e-5, 3 * noise[re.sub(r"\d+", "*", name)]) for name in want.gradients}
+    for sample in (alone.plain, alone.rows_apart):
+        for name, gradient in sample.gradients.items():
+            kind = re.sub(r"\d+", "*", name)
+            noise[kind] = max(noise.get(kind, 0.0), distance(gradient, alone.exact.gradients[name]))
+    return {name: max(1e-5, 3 * noise[re.sub(r"\d+", "*", name)]) for name in alone.plain.gradients}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||."""
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-9))
+    """||a - b|| / ||b||, or SMALLEST_NORM if b is smaller."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(SMALLEST_NORM))
 
 
-def differences(got: list[Trained], want: Trained, exact: Trained) -> list[str]:
+def differences(got: list[Trained], alone: Alone) -> list[str]:
     """What of the ranks' results differs from one process; [] if nothing does."""
+    want = alone.plain
     loss, gradients = sum(rank.loss for rank in got), got[0].gradients
     found = [f"loss {loss}, not {want.loss}"] if abs(loss - want.loss) > 1e-5 * abs(want.loss) else []
     if gradients.keys() != want.gradients.keys():
         return [*found, f"gradients of other parameters: {sorted(gradients.keys() ^ want.gradients.keys())}"]
-    norm, norm_alone = (torch.stack([x.norm() for x in of.values()]).norm() for of in (gradients, want.gradients))
-    if abs(norm - norm_alone) > 1e-5 * norm_alone:
-        found.append(f"the norm of the whole gradient is {norm}, not {norm_alone}")
-    limits = tolerances(want, exact)
-    errors = {name: distance(gradients[name], gradient) for name, gradient in want.gradients.items()}
-    return found + [f"{name} is off by {error:.1e}" for name, error in errors.items() if error > limits[name]]
+    noise = max(1e-5 * want.norm, 3 * abs(want.norm - alone.exact.norm))
+    if abs(got[0].norm - want.norm) > noise:
+        found.append(f"the norm of the whole gradient is {got[0].norm}, not {want.norm}")
+    limits = tolerances(alone)
+    for name, gradient in want.gradients.items():
+        # Shares of ranks may cancel: what is lost then is relative to them, and not to their sum.
+        scale = max(float(gradient.norm()), SMALLEST_NORM, *(rank.shares.get(name, 0.0) for rank in got))
+        error = float((gradients[name] - gradient).norm()) / scale
+        if error > limits[name]:
+            found.append(f"{name} is off by {error:.1e}")
+    return found
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {name: x.grad for name, x in named if x.grad is not None and x.grad.norm() > 1e-7}
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}

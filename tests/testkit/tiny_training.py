@@ -23,7 +23,7 @@ from engine.config.settings import (
 )
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.distributed.mesh import Mesh, build_mesh
-from engine.model.llama import LlamaModel
+from engine.model.decoder import Decoder
 from engine.parallel.parallelize import build_model
 from engine.training.train_step import RankBatch, TrainStep, count_batches
 from testkit.sections import changed
@@ -68,7 +68,7 @@ class TinyRun:
     """What one rank needs to train."""
 
     mesh: Mesh
-    model: LlamaModel
+    model: Decoder
     attention: ContextParallel
     train_step: TrainStep
 
@@ -127,13 +127,13 @@ def accumulated(run: TinyRun, parts: Sequence[Batch]) -> tuple[torch.Tensor, int
     return run.train_step.accumulate(local, labels), labels
 
 
-def loss_of(model: LlamaModel, batch: RankBatch) -> torch.Tensor:
+def loss_of(model: Decoder, batch: RankBatch) -> torch.Tensor:
     """Sum of the loss over this rank's labels."""
     loss: torch.Tensor = model.head(model(batch.rows.tokens, batch.rows.positions, batch.attention), batch.rows.labels)
     return loss
 
 
-def full_weights(model: LlamaModel) -> dict[str, torch.Tensor]:
+def full_weights(model: Decoder) -> dict[str, torch.Tensor]:
     """Every parameter, gathered whole, by name."""
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 

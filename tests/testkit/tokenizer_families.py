@@ -84,7 +84,7 @@ def write_family(folder: Path, name: str) -> Path:
 
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>", "<|head|>", "<|/head|>", "<|eot|>"]
-# ChatML as most models have it: nothing marks what the assistant says.
+# ChatML as most models have it: the text of the assistant is not marked.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
     "'\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

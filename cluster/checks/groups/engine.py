@@ -12,7 +12,7 @@ from cluster.env.plan import is_mounted
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, Filesystem, SectionState, UnreadableError, python_question
+from cluster.survey.section import Filesystem, NotApplicableError, SectionState, UnreadableError, python_question
 from engine.config.cluster import ClusterConfig
 
 # Images with CUDA and PyTorch take 10 to 20 GiB, and have to fit in twice: they are packed and unpacked there.
@@ -20,7 +20,7 @@ DOCKER_FREE_BYTES = (5 * GIB, 40 * GIB)
 _NOT_NEEDED = "not needed: cluster.container.runtime is bare"
 
 # Nothing of the engine's warnings, which it prints beside its answers, but all that it says where it fails.
-_ASKING = r"""
+_QUERY = r"""
 import shutil, subprocess
 
 command = os.environ["BURST_ENGINE"].split()
@@ -42,7 +42,7 @@ def ask(*words):
 ENGINE = python_question(
     "host.docker",
     20,
-    _ASKING
+    _QUERY
     + r"""
 # Field by field: the whole answer may hold the password of a proxy.
 fields = ",".join("{{json .%s}}" % name for name in ("ServerVersion", "DockerRootDir", "Driver", "Runtimes"))
@@ -63,7 +63,7 @@ print(json.dumps(told))
 IMAGE = python_question(
     "host.image",
     20,
-    _ASKING
+    _QUERY
     + r"""
 (told,) = ask("image", "inspect", "--", os.environ.get("BURST_IMAGE", ""))
 print(json.dumps({key: told[key] for key in ("Id", "Architecture", "Os", "Created", "RootFS", "Config", "Size")}))
@@ -75,7 +75,7 @@ NCCL_CONF = "/etc/nccl.conf"
 IMAGE_FILES = python_question(
     "host.image_files",
     30,
-    _ASKING
+    _QUERY
     + f"path = {NCCL_CONF!r}\n"
     + r"""
 import io, tarfile, uuid
@@ -162,14 +162,14 @@ def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 def read_engine(facts: NodeFacts) -> Engine:
-    """Raises UnreadableError when no engine answers: a version of the server is the only proof. AbsentError where none
-    has to."""
+    """Raises UnreadableError when no engine answers: only a version of the server proves one; NotApplicableError where
+    none has to."""
 
     try:
         return facts.section(ENGINE).read(Engine)
     except UnreadableError as error:
         if not facts.in_containers:
-            raise AbsentError(f"no container engine answers; {_NOT_NEEDED}") from None
+            raise NotApplicableError(f"no container engine answers; {_NOT_NEEDED}") from None
         raise UnreadableError(f"no container engine answers ({error})", error.evidence, "see host.docker") from None
 
 

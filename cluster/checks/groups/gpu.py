@@ -13,9 +13,19 @@ from typing import Any
 from cluster.agent.messages import SLOWDOWNS
 from cluster.checks.check import Check, CheckGroup, Finding, Judge, Verdict, age, each, known
 from cluster.remote_text import one_line
-from cluster.survey.drivers import IDLE_MEMORY_MIB, LSPCI, SMI, Gap, Gpu, GpuProcess, SmiFailure, SmiTrouble, needed
+from cluster.survey.drivers import (
+    IDLE_MEMORY_MIB,
+    LSPCI,
+    SMI,
+    Gpu,
+    GpuProcess,
+    SmiFailure,
+    SmiTrouble,
+    Unavailable,
+    needed,
+)
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, Question, Section, UnreadableError, listed, python_question
+from cluster.survey.section import NotApplicableError, Question, Section, UnreadableError, listed, python_question
 
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
 OWNER = re.compile(r"owner (\d{1,10}) (\S{1,40}) (\d{1,12})")  # behind the answer of nvidia-smi
@@ -67,9 +77,9 @@ def of_each_gpu(fine: str, expected: str = "") -> Callable[[GpuJudge], Judge]:
 
 
 def look_at_gpus(facts: NodeFacts) -> NodeFacts:
-    """The facts of a node. Raises AbsentError for one that has no GPU and needs none."""
+    """The facts of a node. Raises NotApplicableError for one that has no GPU and needs none."""
     if facts.has_no_gpus:
-        raise AbsentError("no NVIDIA GPU in this node")
+        raise NotApplicableError("no NVIDIA GPU in this node")
     return facts
 
 
@@ -130,7 +140,7 @@ def _model(gpu: Gpu) -> str:
 def check_mig(check: Check, gpu: Gpu) -> Finding | None:
     """No GPU is cut into instances (MIG): a rank takes a whole GPU."""
     mode = gpu.look(MIG)
-    if mode in ("Disabled", Gap.NOT_SUPPORTED):
+    if mode in ("Disabled", Unavailable.NOT_SUPPORTED):
         return None
     return check.fail(f"MIG {needed(mode)}", "switch it off with `nvidia-smi -mig 0` and reset the GPU")
 
@@ -146,12 +156,16 @@ def check_recovery(check: Check, gpu: Gpu) -> Finding | None:
 
 def _recovery_action(gpu: Gpu) -> str:
     """`None`, or what is asked for. Drivers before 570 had two yes-or-no fields instead, before 525 neither."""
-    if gpu.look("gpu_recovery_action") is not Gap.MISSING:
+    if gpu.look("gpu_recovery_action") is not Unavailable.MISSING:
         return gpu.word("gpu_recovery_action")
     asks = [gpu.look(f"gpu_reset_status/{name}") for name in ("reset_required", "drain_and_reset_recommended")]
     if "Yes" in asks:
         return "Reset" if asks[0] == "Yes" else "Drain and Reset"
-    return "None" if asks == ["No", "No"] else needed(Gap.UNREADABLE if Gap.UNREADABLE in asks else Gap.NOT_SUPPORTED)
+    return (
+        "None"
+        if asks == ["No", "No"]
+        else needed(Unavailable.UNREADABLE if Unavailable.UNREADABLE in asks else Unavailable.NOT_SUPPORTED)
+    )
 
 
 @of_each_gpu("no uncorrectable ECC errors", expected="0")
@@ -162,14 +176,14 @@ def check_ecc(check: Check, gpu: Gpu) -> Finding | None:
     if is_worn == "Yes":
         remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
         return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
-    if Gap.UNREADABLE in (is_worn, mode) or mode is Gap.MISSING:
-        needed(Gap.UNREADABLE)
+    if Unavailable.UNREADABLE in (is_worn, mode) or mode is Unavailable.MISSING:
+        needed(Unavailable.UNREADABLE)
     if mode == "Disabled":
         remedy = "`nvidia-smi -e 1` and a reset; without ECC a flipped bit goes into the weights unseen"
         return check.expecting("ECC Enabled").warn(f"ECC {mode}", remedy)
     try:
         errors = gpu.total(*_UNCORRECTABLE)
-    except AbsentError:
+    except NotApplicableError:
         # A GPU that counts errors and does not tell them is not known to be healthy.
         return check.unknown("its errors are not told", RESET) if mode == "Enabled" else check.skip("no ECC")
     return check.fail(f"{errors:.0f} uncorrectable ECC errors since the driver loaded", RESET) if errors else None
@@ -189,7 +203,7 @@ def check_row_remap(check: Check, gpu: Gpu) -> Finding | None:
     )
     if repairs or "Yes" in (rows["pending"], *pages):
         return check.expecting("nothing pending").fail(repairs or "a row remapping waits for a reset", RESET)
-    if rows["pending"] is Gap.MISSING and pages[0] == "No":
+    if rows["pending"] is Unavailable.MISSING and pages[0] == "No":
         return None
     if odd := [word for word in map(needed, rows.values()) if word != "No"]:
         return check.unknown(f"row remapping: {odd[0]}")
@@ -208,8 +222,8 @@ def check_throttle(check: Check, gpu: Gpu) -> Finding | None:
         end = name.replace(" ", "_")
         # The beginning of the names changed with driver 535.
         states[name] = gpu.look(*(f"clocks_{one}_reasons/clocks_{one}_reason_{end}" for one in ("event", "throttle")))
-    if Gap.UNREADABLE in states.values() or needed(states["hw slowdown"]) not in ("Active", "Not Active"):
-        needed(Gap.UNREADABLE)
+    if Unavailable.UNREADABLE in states.values() or needed(states["hw slowdown"]) not in ("Active", "Not Active"):
+        needed(Unavailable.UNREADABLE)
     active = [name for name, state in states.items() if state == "Active"]
     if not active:
         return None
@@ -245,7 +259,7 @@ def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
         if most < highest:
             return check.expecting(f"{highest:g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
         ways = [f"{parent}applications_clocks/graphics_clock" for parent in ("", "default_")]
-        if any(gpu.look(way) in (Gap.MISSING, Gap.NOT_SUPPORTED) for way in ways):
+        if any(gpu.look(way) in (Unavailable.MISSING, Unavailable.NOT_SUPPORTED) for way in ways):
             return None  # newer drivers have none
         set_to, default = map(gpu.number, ways)
         check = check.expecting(f"{default:g} MHz, the default")
@@ -296,7 +310,7 @@ def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
         compute = [process for process in gpu.processes if process.kind != "G"]
         try:
             used_mib = gpu.number("fb_memory_usage/used")
-        except AbsentError:  # where it shares the memory of the host
+        except NotApplicableError:  # where it shares the memory of the host
             return check.unknown("how much of its memory is in use is not told", "look at `nvidia-smi` on the node")
         if not compute and used_mib <= IDLE_MEMORY_MIB:
             return None
@@ -350,7 +364,7 @@ _TITLE = re.compile(r"GPU (\d{1,3}): .*")
 _LINK = re.compile(r"\s*Link (\d{1,3}): (?:(\d+(?:\.\d+)?) GB/s|<?inactive>?)", re.IGNORECASE)
 _ALL_DOWN = re.compile(r"unable to retrieve nvlink information", re.IGNORECASE)
 _HEALTH = ("summary", "bandwidth", "route_unhealthy", "route_recovery_in_progress", "incorrect_configuration")
-_SOUND = ("Healthy", "Full", "False", "None", Gap.MISSING, Gap.NOT_SUPPORTED)
+_SOUND = ("Healthy", "Full", "False", "None", Unavailable.MISSING, Unavailable.NOT_SUPPORTED)
 _MANAGER = "nv-fabricmanager"[:15]  # what the kernel keeps of the name
 _START = (
     "`systemctl enable --now nvidia-fabricmanager`, of the driver's very version: without it no CUDA program starts"
@@ -441,10 +455,10 @@ def _judge_fabric(check: Check, gpu: Gpu) -> Finding | None:
     """From Hopper on a GPU says itself whether it was let into the fabric; older ones say N/A or nothing."""
     state, status = gpu.look("fabric/state"), gpu.look("fabric/status")
     health: dict[str, Any] = {name: gpu.look(f"fabric/health/{name}") for name in _HEALTH}
-    if Gap.UNREADABLE in (state, status, *health.values()):
-        needed(Gap.UNREADABLE)
-    if isinstance(state, str) and (state != "Completed" or status not in ("Success", Gap.MISSING)):
-        text = f"fabric state {state}" + ("" if isinstance(status, Gap) else f", {status}")
+    if Unavailable.UNREADABLE in (state, status, *health.values()):
+        needed(Unavailable.UNREADABLE)
+    if isinstance(state, str) and (state != "Completed" or status not in ("Success", Unavailable.MISSING)):
+        text = f"fabric state {state}" + ("" if isinstance(status, Unavailable) else f", {status}")
         remedy = "`systemctl restart nvidia-fabricmanager` while no program uses a GPU; see /var/log/fabricmanager.log"
         return check.expecting("Completed, Success").fail(text, remedy)
     odd = ", ".join(f"{name.replace('_', ' ')}: {word}" for name, word in health.items() if word not in _SOUND)

@@ -13,7 +13,7 @@ from cluster.checks.groups.gpu import REBOOT, REPLACE, RESET, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.drivers import KERNEL_LOG, LSPCI, SMI, normal_address, read_kernel_log
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, Question, Section, SectionState, UnreadableError
+from cluster.survey.section import NotApplicableError, Question, Section, SectionState, UnreadableError
 
 # Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors), immediate actions:
 # RESET_GPU, and the workflows of 48 and 74, which end in one. What the catalogue answers by RESTART_APP or IGNORE is a
@@ -124,7 +124,7 @@ def check_dcgm_health(check: Check, facts: NodeFacts) -> list[Finding]:
     """DCGM's health monitor has nothing to say of GPUs and NVSwitches, where it is installed and watches them."""
     section = facts.section(HEALTH)
     if section.state is SectionState.ENDED and _NO_WATCHES in section.output.lower():
-        raise AbsentError("DCGM watches nothing here: `dcgmi health -s a` switches it on")
+        raise NotApplicableError("DCGM watches nothing here: `dcgmi health -s a` switches it on")
     body = _document(section)["body"]
     overall = one_line(str(body["Overall Health"]["value"]), 40)
     verdict, said = _VERDICTS.get(overall.lower()), list(_incidents("", body))
@@ -186,9 +186,9 @@ class _Document(dict[str, Any]):
 
 
 def _document(section: Section) -> Mapping[str, Any]:
-    """The JSON object in the answer; other words may stand before it. Raises UnreadableError and AbsentError."""
+    """The JSON object in the answer; other words may stand before it. Raises UnreadableError and NotApplicableError."""
     if section.tool_missing:
-        raise AbsentError("dcgmi is not installed")
+        raise NotApplicableError("dcgmi is not installed")
     begin = section.output.find("{")
     try:
         if section.state is not SectionState.ENDED or begin < 0:

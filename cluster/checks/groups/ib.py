@@ -16,7 +16,7 @@ from cluster.env.hcas import ADAPTER_QUESTIONS, choose_hcas, is_beside
 from cluster.survey.drivers import KERNEL_LOG, LSPCI, RECENT_S, read_kernel_log
 from cluster.survey.facts import NodeFacts
 from cluster.survey.rdma import GPUDIRECT, HcaPort, has_roce_gid
-from cluster.survey.section import AbsentError, UnreadableError
+from cluster.survey.section import NotApplicableError, UnreadableError
 
 ETHERNET = "Ethernet"
 _PCIE_EFFICIENCY = 128 / 130  # of its encoding, from 8 GT/s on; what is slower than that feeds no port anyway
@@ -259,19 +259,19 @@ def _shown(port: HcaPort) -> str:
 
 
 def look_at_adapters(facts: NodeFacts) -> FabricView:
-    """The ports for training. Raises UnreadableError, and AbsentError where there are none and none are expected."""
+    """The ports for training. Raises UnreadableError, and NotApplicableError if there are none and none is expected."""
     view = FabricView.of(facts)
     if view.ports or facts.config.expected.hcas or facts.adapters.broken:
         return view
     why = "; ".join(f"{name} {reason}" for name, reason in list(view.reasons.items())[:4])
-    raise AbsentError(f"no adapter for training{f': {why}' if why else ''}")
+    raise NotApplicableError(f"no adapter for training{f': {why}' if why else ''}")
 
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """What all nodes must have alike, where the configuration does not say the right number of ports."""
     try:
         view = look_at_adapters(facts)
-    except AbsentError:
+    except NotApplicableError:
         return {"ib.count": "0"}
     layers = {port.link_layer for port in view.active}
     mtus = {port.mtu for port in view.active if port.link_layer == ETHERNET}

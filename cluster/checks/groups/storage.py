@@ -14,7 +14,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
-from cluster.survey.facts import NodeFacts, build_script, new_fence, read_sections
+from cluster.survey.facts import NodeFacts, build_script, new_delimiter, read_sections
 from cluster.survey.section import Filesystem, Section, SectionState, UnreadableError, fill, python_question
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
@@ -137,7 +137,7 @@ def _ask_all(connections: Mapping[str, Connection], settings: Mapping[str, str])
 
 
 def _ask(connection: Connection, settings: Mapping[str, str]) -> Answer:
-    fence = new_fence()
+    fence = new_delimiter()
     try:
         # The step ends by its own limit; more is for a node that does not even do that.
         script = build_script([STEP], fence, settings)

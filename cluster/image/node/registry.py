@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-PIECE_BYTES = 262_144
+CHUNK_BYTES = 262_144
 POLL_S = 0.02
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _KINDS = {"manifests": MANIFEST, "blobs": "application/octet-stream"}
@@ -47,7 +47,7 @@ class Blob:
     def pieces(self, begin: int) -> Iterator[bytes]:
         """Everything from `begin` on. Raises EOFError when no more of it will come."""
         while begin < self.size:
-            data = os.pread(self.descriptor, PIECE_BYTES, begin)
+            data = os.pread(self.descriptor, CHUNK_BYTES, begin)
             if data:
                 begin += len(data)
                 yield data

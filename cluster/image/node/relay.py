@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from cluster.agent.messages import Message, serve
-from cluster.image.node.registry import PIECE_BYTES, POLL_S, Blob, Door
+from cluster.image.node.registry import CHUNK_BYTES, POLL_S, Blob, Door
 
 _CONNECT_S = 5.0  # two more tries by TCP; who does not answer then is passed by
 _PAUSE_S = 0.1
@@ -113,7 +113,7 @@ class Relay:
             path = f"/v2/{self._setup['token']}/burst/blobs/{digest}"
             connection.request("GET", path, headers={"Range": f"bytes={blob.have}-"})
             response = connection.getresponse()
-            while response.status == 206 and (data := response.read1(PIECE_BYTES)):
+            while response.status == 206 and (data := response.read1(CHUNK_BYTES)):
                 blob.append(data)
 
 

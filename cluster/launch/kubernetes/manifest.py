@@ -22,7 +22,7 @@ CONTAINER = "node"  # as Trainer's runtimes call it, and the job of the pods, to
 _MASTER_PORT = 29500
 _API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
 _RANK = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_KEEP_S = 7 * 86400  # an ended JobSet, and so what its pods said
+_RETENTION_S = 7 * 86400  # an ended JobSet, and so what its pods said
 _STOP_MARGIN_S = 15  # for the last lines of logs, after the ranks have ended
 
 
@@ -101,7 +101,7 @@ def _jobset(plan: LaunchPlan) -> dict[str, Any]:
         "template": _pod(plan, container, restartPolicy="Never"),
     }
     return {
-        "ttlSecondsAfterFinished": _KEEP_S,
+        "ttlSecondsAfterFinished": _RETENTION_S,
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": {"spec": job}}],
     }

@@ -366,7 +366,7 @@ class KubernetesJob(WatchedJob):
 
     def look(self) -> bool:
         try:
-            self._heed_stop()
+            self._handle_stop()
             answer = self._kubectl.query(self.run.run_id)
             if answer.conditions is None:
                 with self._lock:
@@ -385,7 +385,7 @@ class KubernetesJob(WatchedJob):
             self._note()
         return True
 
-    def _heed_stop(self) -> None:
+    def _handle_stop(self) -> None:
         if self._term_due and self._answer is not None:  # else it is not known yet whom to tell
             self._term_due = False
             running = [pod for pod in self._pods.values() if pod.phase == "running"]
@@ -441,7 +441,7 @@ class PodLink(NodeLink):
 
     def poll(self) -> NodeStatus:
         swept = () if self._job.has_ended() else None
-        return replace(self._job.status(self._plan), is_begun=True, swept=swept)
+        return replace(self._job.status(self._plan), has_started=True, swept=swept)
 
     def stop(self, cause: str, grace_s: float) -> None:
         self._job.stop(cause, grace_s)

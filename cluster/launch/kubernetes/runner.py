@@ -10,13 +10,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.control.runner import Asked, Survey
+from cluster.control.runner import Survey, SurveyOptions
 from cluster.launch.kubernetes.manifest import JOB_FILE, job_text
 from cluster.launch.kubernetes.pod import pod_node
 from cluster.launch.kubernetes.pods import Kubectl, KubernetesJob
 from cluster.launch.scheduler import QueuedRunner
 from cluster.plan import LaunchPlan, MachineFacts, assemble_plan, with_files, with_ranks
-from cluster.plan_nodes import NodesBuilder, Site, socket_variable
+from cluster.plan_nodes import NodesBuilder, NodeTarget, socket_variable
 from engine.config.settings import RunConfig
 from engine.predict.memory import Hardware
 from engine.runs.folder import RunFolder
@@ -27,7 +27,7 @@ _MOUNT = "/shared"
 class KubernetesRunner(QueuedRunner):
     """See `Runner`. Pods have the names that the plan gives them; of the cluster's nodes nothing is known."""
 
-    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+    def survey(self, config: RunConfig, asked: SurveyOptions) -> Survey:
         """A rehearsal does without a cluster; before a launch the cluster says whether it would take the job."""
         kubectl, memory = Kubectl(config.cluster.kubernetes), config.cluster.kubernetes.memory_per_pod
         if not asked.dry_run:
@@ -38,14 +38,14 @@ class KubernetesRunner(QueuedRunner):
             lambda config, run_path: build_kubernetes_plan(config, run_path, asked.module),
             Hardware((), None if memory is None else quantity_bytes(memory), "cluster.kubernetes.memory_per_pod"),
             complete=lambda plan: with_files(plan, (JOB_FILE, job_text(plan))),
-            prepare=lambda plan: _rehearse(kubectl, plan),
+            prepare=lambda plan: _dry_run(kubectl, plan),
         )
 
     def job(self, plan: LaunchPlan, run: RunFolder) -> KubernetesJob:
         return KubernetesJob(plan, run)
 
 
-def _rehearse(kubectl: Kubectl, plan: LaunchPlan) -> None:
+def _dry_run(kubectl: Kubectl, plan: LaunchPlan) -> None:
     kubectl.run("create", "--dry-run=server", "--output=name", "--filename=-", stdin=dict(plan.files)[JOB_FILE])
 
 
@@ -58,7 +58,7 @@ def build_kubernetes_plan(config: RunConfig, run_path: Path, module: str) -> Lau
     config, backend = with_ranks(config, facts, launcher="kubernetes", num_nodes=count, container=container)
     folder, interface = f"{mount}/runs/{config.exp}/{run_path.name}", cluster.interface
     more = () if interface is None else (socket_variable(backend.name, interface, "cluster.interface"),)
-    site = Site("", "", folder, cluster.python or "python", None, mount, more=more)
+    site = NodeTarget("", "", folder, cluster.python or "python", None, mount, more=more)
     builder = NodesBuilder(config, backend, run_path.name, count, module)
     nodes = [builder.node(rank, replace(site, name=pod_node(rank)), None) for rank in range(count)]
     return assemble_plan("kubernetes", config, run_path, nodes, backend, is_exclusive=False)

@@ -27,7 +27,7 @@ _ENDED = frozenset(
         *("DEADLINE", "REVOKED"),
     }
 )
-GONE = "GONE"  # our word: Slurm has forgotten the job, which it does some minutes after the end
+UNKNOWN_JOB = "GONE"  # our word: Slurm has forgotten the job, which it does some minutes after the end
 AGAIN = "requeued"  # our word: it lost a node or was preempted, and is in Slurm's queue once more
 # Not worth a word: how every job begins, and what its exit code says already.
 _NO_REASON = frozenset({"None", "(null)", "NonZeroExitCode", ""})
@@ -55,7 +55,7 @@ class JobStatus:
         """Whether it still waits, runs, or is over; a state that is not known counts as running."""
         if self.state in _PENDING:
             return "pending"
-        return "ended" if self.state in _ENDED or self.state in (GONE, AGAIN) else "running"
+        return "ended" if self.state in _ENDED or self.state in (UNKNOWN_JOB, AGAIN) else "running"
 
     @property
     def waits_for(self) -> str:
@@ -109,7 +109,7 @@ _ENDS = {
     "DEADLINE": "was ended at its deadline (DEADLINE)",
     "COMPLETED": "completed",
     AGAIN: "lost a node or was preempted, and Slurm has requeued it",
-    GONE: "has ended; Slurm no longer knows how",
+    UNKNOWN_JOB: "has ended; Slurm no longer knows how",
 }
 
 
@@ -129,7 +129,7 @@ _JOB_ID = re.compile(r"\d{1,18}")
 _STEP_ID = re.compile(r"\d{1,18}\.\d{1,9}")
 _BAD_NODE = re.compile(r"down|fail|drain|no_respond|unk|not_responding|\*")
 # What a job needs of its submitter's environment. The rest may hold secrets, and Slurm would keep and spread it.
-_KEPT = frozenset(
+_PASSED_ON = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "TMPDIR", "LANG", "LANGUAGE"),
         *("LD_LIBRARY_PATH", CONF_VARIABLE, "VIRTUAL_ENV", "CONDA_PREFIX"),
@@ -161,7 +161,7 @@ class SlurmClient:
             said = self._run(("scontrol", "--oneliner", "show", "job", job_id))
         except SchedulerError as error:
             if error.kind == "refused" and "Invalid job id" in str(error):
-                return JobStatus(GONE)
+                return JobStatus(UNKNOWN_JOB)
             raise
         status = parse_job(said)
         if status is None:
@@ -226,7 +226,7 @@ def client_environment(environment: Mapping[str, str], settings: SlurmConfig | N
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or name.startswith("LC_") or name in defaults
+        if name in _PASSED_ON or name.startswith("LC_") or name in defaults
     }
 
 

@@ -25,7 +25,7 @@ from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
 from cluster.failure import Failure
 from cluster.launch.local import LocalLink
 from cluster.launch.scheduler import SchedulerError, WatchedJob
-from cluster.launch.slurm.client import AGAIN, GONE, JobStatus, SlurmClient, client_environment, describe_end
+from cluster.launch.slurm.client import AGAIN, UNKNOWN_JOB, JobStatus, SlurmClient, client_environment, describe_end
 from cluster.launch.slurm.plan import granted_plan, look_again, node_folder
 from cluster.launch.slurm.sbatch import LOG_PREFIX, NOT_SHARED, RESTART_VARIABLE, SCRIPT_FILE, TOKEN_FILE
 from cluster.plan import LaunchPlan, NodePlan, write_plan_files
@@ -37,7 +37,7 @@ from engine.runs.folder import RunFolder
 _STEP = "step-"  # how the token of a step begins
 _TASK_ERROR = re.compile(r"srun: error: \S+: task")
 _OUTSIDE = ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL", "NODE_FAIL", AGAIN)  # ends that Slurm brings about
-_SETTLE_S = 3.0  # between the end of a job and the last files of its nodes
+_FINAL_WAIT_S = 3.0  # between the end of a job and the last files of its nodes
 _SILENT_S = 120.0
 _START_S = 60.0
 _CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end by themselves
@@ -94,7 +94,7 @@ class SlurmJob(WatchedJob):
     @property
     def is_over(self) -> bool:
         """Whether it ended, and for so long that the last files of its nodes are there."""
-        return self._ended_at is not None and time.monotonic() > self._ended_at + _SETTLE_S
+        return self._ended_at is not None and time.monotonic() > self._ended_at + _FINAL_WAIT_S
 
     # --- submitting -----------------------------------------------------------------------------------------------
 
@@ -177,8 +177,8 @@ class SlurmJob(WatchedJob):
 
     def describe_end(self) -> str:
         """Why the job ended, in words, with the last of what srun said where that helps."""
-        status = self.status or JobStatus(GONE)
-        if status.state == GONE and status.reason:
+        status = self.status or JobStatus(UNKNOWN_JOB)
+        if status.state == UNKNOWN_JOB and status.reason:
             return status.reason
         text = describe_end(status, self._lost)
         if status.signal == 53:  # Slurm's code for "cannot open the job's output"
@@ -236,7 +236,7 @@ class SlurmJob(WatchedJob):
 
     def _ask(self) -> JobStatus:
         if self.job_id is None:
-            return JobStatus(GONE, "the run was never given to Slurm")
+            return JobStatus(UNKNOWN_JOB, "the run was never given to Slurm")
         status = self._client.query(self.job_id)
         if not self._is_step:
             return replace(status, state=AGAIN) if status.restarts else status  # every attempt is a job of its own
@@ -265,7 +265,7 @@ class SlurmLink(LocalLink):
         self._job = job
         self._news: Any = None
         self._heard_at = time.monotonic()
-        self._is_begun = False
+        self._has_started = False
         self._due: float | None = None  # of a start
         self._refusal: StartRefusedError | None = None
 
@@ -281,18 +281,18 @@ class SlurmLink(LocalLink):
         """What the files say now, and what Slurm says where they are silent; what became of a start and of a sweep."""
         look_again(node_folder(self._job.run, self.node))
         seen = self._ask()
-        if self._due is not None and not self._is_begun and self._refusal is None:
-            self._heed_start(seen, self._due)
+        if self._due is not None and not self._has_started and self._refusal is None:
+            self._handle_start(seen, self._due)
         swept = () if self._job.has_ended() else None
-        return replace(self._explained(seen), is_begun=self._is_begun, refusal=self._refusal, swept=swept)
+        return replace(self._explained(seen), has_started=self._has_started, refusal=self._refusal, swept=swept)
 
-    def _heed_start(self, seen: NodeStatus, due: float) -> None:
+    def _handle_start(self, seen: NodeStatus, due: float) -> None:
         """Note whether the supervisor has begun, or cannot own the run."""
         outcome = seen.outcome or {}
         if outcome.get("cause") == "start_failed":
             self._refusal = StartRefusedError(self.node, "command", str(outcome.get("error")))
         elif seen.phase != "none":
-            self._is_begun = True
+            self._has_started = True
         elif self._job.is_over:
             self._refusal = StartRefusedError(self.node, "command", self._job.describe_end())
         elif time.monotonic() > due:

@@ -21,10 +21,10 @@ from cluster.agent.survey import find_port
 from cluster.env.plan import FACT_QUESTIONS, check_network
 from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
-from cluster.launch.slurm.plan import look_again, node_folder, read_token, slurm_site, write_granted
+from cluster.launch.slurm.plan import look_again, node_folder, read_token, slurm_target, write_granted
 from cluster.launch.slurm.sbatch import NOT_SHARED
 from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan
-from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
+from cluster.plan_nodes import NodesBuilder, NodeTarget, Rendezvous
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.facts import NodeFacts, survey_here
 from engine.config.errors import BurstError
@@ -38,7 +38,7 @@ _STALE = ("supervisor.json", "outcome.json", "health.json", "stop.json", "stacks
 
 
 @dataclass(frozen=True)
-class Place:
+class SlurmTask:
     """Which node of the job this is, as Slurm tells it."""
 
     name: str
@@ -55,13 +55,13 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(f"burst: {name} does not see the run folder {run_path} as the launcher does", file=sys.stderr)
         return NOT_SHARED
     try:
-        place, plan = read_place(name, environment), read_launch_plan(run_path)
+        place, plan = read_task(name, environment), read_launch_plan(run_path)
         if len(plan.nodes) != place.num_nodes:
             raise ClusterError(f"the job has {place.num_nodes} nodes, the plan {len(plan.nodes)}")
         facts = NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster)
         check_network(facts)
         here = local_facts(plan.config)  # the batch file came here with folder and PYTHONPATH of the launcher
-        site = replace(slurm_site(here, name, node_address(place, facts), run_path), facts=facts)
+        site = replace(slurm_target(here, name, node_address(place, facts), run_path), facts=facts)
         node = prepare(plan, place, token, site, module)
     except (BurstError, OSError) as error:
         print(f"burst: {name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -70,7 +70,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     return run_foreground(node_spec(plan, node, lease_s=None)._asdict())
 
 
-def read_place(name: str, environment: Mapping[str, str]) -> Place:
+def read_task(name: str, environment: Mapping[str, str]) -> SlurmTask:
     """Which node this is. Raises ClusterError where srun did not start this."""
     try:
         rank = int(environment["SLURM_NODEID"])
@@ -79,10 +79,10 @@ def read_place(name: str, environment: Mapping[str, str]) -> Place:
         raise ClusterError(f"not a task of srun: {error} is not set, or no number") from error
     if not is_host_name(name) or not 0 <= rank < num_nodes:
         raise ClusterError(f"Slurm calls this node {name!r}, number {rank} of {num_nodes}")
-    return Place(name, rank, num_nodes)
+    return SlurmTask(name, rank, num_nodes)
 
 
-def node_address(place: Place, facts: NodeFacts) -> str:
+def node_address(place: SlurmTask, facts: NodeFacts) -> str:
     """The IPv4 address at which other nodes reach this one. Raises ClusterError when there is none."""
     if place.num_nodes == 1:
         return "127.0.0.1"
@@ -92,7 +92,7 @@ def node_address(place: Place, facts: NodeFacts) -> str:
     return address
 
 
-def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str) -> NodePlan:
+def prepare(plan: LaunchPlan, place: SlurmTask, token: str, site: NodeTarget, module: str) -> NodePlan:
     """The plan of this node, written down with its files. Raises ClusterError, OSError."""
     run = RunFolder(Path(plan.run_path))
     meeting = _agree(plan, place, token, site.address)
@@ -108,7 +108,7 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str)
     return node
 
 
-def _agree(plan: LaunchPlan, place: Place, token: str, address: str) -> Rendezvous:
+def _agree(plan: LaunchPlan, place: SlurmTask, token: str, address: str) -> Rendezvous:
     """Where the ranks meet: at the address of the first node, as the others read. Raises ClusterError in the end."""
     run_path = Path(plan.run_path)
     if place.rank == 0:

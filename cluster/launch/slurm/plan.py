@@ -24,7 +24,7 @@ from cluster.plan import (
     with_files,
     with_ranks,
 )
-from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
+from cluster.plan_nodes import NodesBuilder, NodeTarget, Rendezvous
 from cluster.ssh.hosts import parse_nodes, slurm_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -58,15 +58,15 @@ def build_slurm_plan(
     builder = NodesBuilder(config, backend, run_path.name, num_nodes, module)
     meeting = Rendezvous("FIRST_ADDRESS", cluster.master_port or 0)
     # What stands for nodes that are not known yet.
-    sites = [slurm_site(facts, f"slurm-node{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
+    sites = [slurm_target(facts, f"slurm-node{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
     nodes = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
     script = (SCRIPT_FILE, sbatch_text(config, facts, run_path, module))
     return assemble_plan("slurm", config, run_path, nodes, backend, script)
 
 
-def slurm_site(facts: MachineFacts, name: str, address: str, run_path: Path) -> Site:
+def slurm_target(facts: MachineFacts, name: str, address: str, run_path: Path) -> NodeTarget:
     """A node of which no more is known; it shares storage with the machine of `facts`."""
-    return Site(name, address, str(run_path), facts.python, facts.python_path, facts.cwd)
+    return NodeTarget(name, address, str(run_path), facts.python, facts.python_path, facts.cwd)
 
 
 def _num_nodes(config: RunConfig, environment: Mapping[str, str]) -> int:

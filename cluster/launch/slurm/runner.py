@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.control.runner import Asked, Survey
+from cluster.control.runner import Survey, SurveyOptions
 from cluster.launch.local import local_facts
 from cluster.launch.scheduler import QueuedRunner
 from cluster.launch.slurm.client import SlurmClient
@@ -19,7 +19,7 @@ from engine.runs.folder import RunFolder
 class SlurmRunner(QueuedRunner):
     """See `Runner`. Nodes of a plan have names that only stand for them, until they have written themselves down."""
 
-    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+    def survey(self, config: RunConfig, asked: SurveyOptions) -> Survey:
         """A rehearsal does without Slurm."""
         if not asked.dry_run:
             SlurmClient().ping()

@@ -16,23 +16,26 @@ from engine.planning.visibility.mask import Mask
 
 @dataclass(frozen=True)
 class Blocks:
-    """Who holds what: `home` rows of every rank between the layers, `ring` rows of every ring member inside attention.
+    """The rows of every rank between the layers and of every ring member inside attention.
 
-    With head parallelism a ring member's block is the concatenation of its head group's pieces. `chunks`: into which
-    every rank's rows are cut, equally many on all ranks; 1 without a chunk pipeline.
+    With head parallelism the block of a ring member is the concatenation of the shards of its head group.
+
+    rank_layout   rows of every rank, between the layers
+    ring          rows of every ring member, inside attention
+    chunks        number of chunks of every rank's rows, the same on all ranks; 1 without a chunk pipeline
     """
 
     grid: Grid
-    home: Layout
+    rank_layout: Layout
     ring: Layout
     chunks: int = 1
 
     def shard(self, member: int, chunk: int, head: int = 0, heads: int = 1) -> Rows:
-        """Rows of a chunk of a ring member's block; of `heads` pieces of it that numbered `head`."""
+        """Return the rows of a chunk of a ring member's block; of its `heads` shards that of index `head`."""
         return Rows(*shard_rows(self.ring.row_counts[member], heads, self.chunks, head, chunk))
 
     def recomputed_rows(self, before: int, rank: int) -> int:
-        """How many first rows of the ring block that `rank` works on lie before a position: rows ascend.
+        """Return how many first rows of the ring block of `rank` are before a position: rows ascend by position.
 
         before=8, zigzag on 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15     rank 1: 4 5 6 7 | 8 9 10 11
         recomputed                              0 1 2 3                           4 5 6 7
@@ -40,13 +43,13 @@ class Blocks:
         return self.ring.rows_before(self.grid.coordinates(rank)[0], before)
 
     def ring_rows_from(self, cut: int) -> list[int]:
-        """How many rows of every ring member's block lie at a position or after it."""
+        """Return for every ring member how many rows of its block are at position `cut` or after it."""
         ring = self.ring
         return [rows - ring.rows_before(member, cut) for member, rows in enumerate(ring.row_counts)]
 
 
 def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask] = ()) -> Blocks:
-    """Rows of every rank and ring member under the method's layout; `masks` are those that the layout must balance."""
+    """Return rows of all ranks and ring members under the method's layout; `masks`: masks that the layout balances."""
     grid = method.grid
     chunks = 1 if method.chunk_tokens is None else -(-seq_len // (grid.size * method.chunk_tokens))
     cyclic = chunks if method.layout == "chunk_cyclic" else 1
@@ -59,6 +62,6 @@ def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask]
 
 
 def divide_run(config: RunConfig, method: AttentionMethod, layers: Sequence[LayerAttention]) -> Blocks:
-    """As `divide_sequence`, of a run whose layers have these masks in turn."""
+    """Return `divide_sequence` for a run whose layers repeat these masks."""
     padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
     return divide_sequence(method, padded, [layer.mask for layer in layers])

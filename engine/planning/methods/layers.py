@@ -34,8 +34,8 @@ class AttendedPairs(NamedTuple):
 class LayerAttention:
     """One layer's mask and method.
 
-    recompute_before   queries at positions before this one are attended again in backward (0: none, the padded length:
-                       all); None: the layer keeps all that its backward needs
+    recompute_before   attention of queries before this position is recomputed in backward (0: none, the padded length:
+                       all); None: the layer saves all that its backward needs
     """
 
     mask: Mask
@@ -48,14 +48,14 @@ class LayerAttention:
         return _pairs(self.mask, min(self.recompute_before or 0, self.mask.seq_len))
 
 
-@lru_cache(maxsize=32)  # a search for a policy asks for the same ones again and again
+@lru_cache(maxsize=32)  # a search over policies repeats the same arguments
 def _pairs(mask: Mask, recompute_before: int) -> AttendedPairs:
     visible, again = mask.pairs_before(np.array([mask.seq_len, recompute_before]))
     return AttendedPairs(int(visible), int(again))
 
 
 def attended_pairs(layers: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:
-    """Of all layers of so many equal sequences, over all ranks; `layers`: those that repeat."""
+    """Return the pairs of all layers and `sequences` equal sequences, over all ranks; `layers`: the pattern."""
     found = [layers[index % len(layers)].pairs for index in range(num_layers)]
     return AttendedPairs(*(sequences * sum(counts) for counts in zip(*found, strict=True)))
 
@@ -98,5 +98,5 @@ def build_layers(
 def attention_layers(
     config: RunConfig, method: AttentionMethod, documents: Sequence[int] = ()
 ) -> tuple[LayerAttention, ...]:
-    """`build_layers` of the run's own `layer_pattern`."""
+    """Return `build_layers` for the `layer_pattern` of the run."""
     return build_layers(layer_pattern(config, method), config, method, documents)

@@ -72,7 +72,7 @@ PRESETS: dict[PresetName, Preset] = {
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """A legal, fully resolved method: what the planners need besides mask and shapes."""
+    """A legal, fully resolved method: the input of the planners besides mask and shapes."""
 
     preset: PresetName = "single"
     layout: LayoutName = "contiguous"
@@ -85,30 +85,32 @@ class AttentionMethod:
     kv_transport: KvTransport = "p2p"
     backward_order: BackwardOrder = "same"
     kv_replicated: bool = False  # more ranks divide the heads than there are kv heads
-    deferred_local_tiles: int = 0  # of the backward ring, until the last gradients of other nodes come home
+    deferred_local_tiles: int = (
+        0  # local tiles that the backward ring computes while the last gradients arrive from other nodes
+    )
     chunk_tokens: int | None = None
     chunk_store: Store = "device"
     prefetch_chunks: int = 1
-    split_at: int = 0  # split_zigzag: where its second zigzag begins, which is where recomputation of attention ends
+    split_at: int = 0  # split_zigzag: first position of its second zigzag; attention before it is recomputed
 
     @property
     def grid(self) -> Grid:
-        """Places of the ranks that share one sequence."""
+        """The grid of the ranks that share one sequence."""
         return Grid(self.head_parallel_size, self.ring_inner_size, self.ring_outer_size, self.placement)
 
     @property
     def cp_size(self) -> int:
-        """Ranks that share one sequence."""
+        """The number of ranks that share one sequence."""
         return self.grid.size
 
 
 def leaves_direction_free(attention: AttentionConfig) -> bool:
-    """Whether what circulates in backward is to be chosen by predicted time."""
+    """Return whether the moving operand of backward is selected by predicted time."""
     return (attention.backward_circulates or PRESETS[attention.preset].backward_circulates) == "auto"
 
 
 def warnings_of(method: AttentionMethod, topology: Topology) -> list[str]:
-    """What is legal and probably not meant."""
+    """Return legal settings that are probably a mistake, one sentence each."""
     found = []
     width = method.ring_inner_size * (method.head_parallel_size if method.placement != "context_first" else 1)
     if topology.nodes > 1 and method.ring_outer_size > 1 and topology.local_ranks % width:
@@ -120,7 +122,7 @@ def warnings_of(method: AttentionMethod, topology: Topology) -> list[str]:
 
 
 def local_heads(model: ModelConfig, tp_size: int) -> ModelConfig:
-    """The heads that one tensor-parallel rank has."""
+    """Return the model with the heads of one tensor parallel rank."""
     if tp_size <= 1 or model.num_heads % tp_size or model.num_kv_heads % tp_size:
         return model
     return replace(model, num_heads=model.num_heads // tp_size, num_kv_heads=model.num_kv_heads // tp_size)
@@ -133,6 +135,11 @@ def tile_tokens_of(config: RunConfig, method: AttentionMethod) -> int | None:
     tile_tokens = config.memory.tile_tokens or method.chunk_tokens
     if tile_tokens is None and method.preset == "alst":
         tile_tokens = config.model.hidden_size  # a tile of the MLP is then about as large as one of its matrices
+    if tile_tokens is not None and config.model.implementation == "hf":
+        raise ConfigError(
+            f"memory.tile_tokens, attention.chunk_tokens: layers run {tile_tokens} rows at a time, but those of "
+            "model.implementation=hf run whole; leave both null, and choose another attention than fpdt or alst"
+        )
     if tile_tokens is not None and config.parallel.tp_size > 1:
         raise ConfigError(
             f"memory.tile_tokens, attention.chunk_tokens: layers run {tile_tokens} rows at a time, but "

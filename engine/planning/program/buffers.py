@@ -8,10 +8,10 @@ the old one.
 
 from __future__ import annotations
 
-import itertools
+import heapq
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from engine.config.settings import Store
 from engine.planning.program.ops import (
@@ -62,7 +62,7 @@ class Value(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """What its rows hold."""
+        """The kind of its rows."""
         return self.buffer_class.kind
 
     def view(self, rows: Rows) -> View:
@@ -79,58 +79,94 @@ def buffer_of_value(value: Value) -> Buffer:
 def allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPlan:
     spans = _lifetimes(steps)
     buffers: list[Buffer] = []
-    free_after: list[int | None] = []  # last use of each buffer; None: never reused
-    alike: defaultdict[BufferClass, list[int]] = defaultdict(list)  # buffers
+    pools: defaultdict[BufferClass, _Pool] = defaultdict(_Pool)
     buffer_of: dict[int, int] = {}
     order = sorted(
         (v for v in values if v.argument or v.number in spans), key=lambda v: spans.get(v.number, (-1, -1))[0]
     )
     for value in order:
-        rows = value.rows.stop - value.rows.start
-        chosen = None if value.argument else _free_buffer(alike[value.buffer_class], free_after, spans[value.number][0])
+        rows, pool = value.rows.stop - value.rows.start, pools[value.buffer_class]
+        chosen = None if value.argument else pool.take(spans[value.number][0])
         if chosen is None:
             chosen = len(buffers)
             buffers.append(buffer_of_value(value))
-            free_after.append(None)
-            alike[value.buffer_class].append(chosen)
-        if buffers[chosen].rows < rows:
+        elif buffers[chosen].rows < rows:
             buffers[chosen] = replace(buffers[chosen], rows=rows)
-        free_after[chosen] = None if value.argument else spans[value.number][1]
+        if not value.argument:  # those of arguments live as long as the plan runs
+            pool.put(chosen, last_use=spans[value.number][1])
         buffer_of[value.number] = chosen
     return RankPlan(rank, tuple(buffers), tuple(_renumbered(step, buffer_of) for step in steps))
 
 
-def _free_buffer(alike: list[int], free_after: list[int | None], start: int) -> int | None:
-    for index in alike:
-        last = free_after[index]
-        if last is not None and last < start:
-            return index
-    return None
+class _Pool:
+    """Buffers of one class, for values in the order of their first use."""
+
+    def __init__(self) -> None:
+        self._in_use: list[tuple[int, int]] = []  # heap of (last use, buffer)
+        self._free: list[int] = []  # heap
+
+    def put(self, buffer: int, *, last_use: int) -> None:
+        """Add a buffer that the next values may take after its last use."""
+        heapq.heappush(self._in_use, (last_use, buffer))
+
+    def take(self, first_use: int) -> int | None:
+        """Take the lowest buffer whose last use is before `first_use`, which never decreases; None: there is none."""
+        while self._in_use and self._in_use[0][0] < first_use:
+            heapq.heappush(self._free, heapq.heappop(self._in_use)[1])
+        return heapq.heappop(self._free) if self._free else None
 
 
 def _lifetimes(steps: tuple[Step, ...]) -> dict[int, tuple[int, int]]:
     """First and last time at which each value is touched."""
-    spans: dict[int, tuple[int, int]] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
     in_flight: dict[int, Transfer] = {}
+
+    def touch(time: int, *views: View | None) -> None:
+        for view in views:
+            if view is not None:
+                first.setdefault(view.buffer, time)
+                last[view.buffer] = time
+
     for step in steps:
-        in_flight.update((transfer.tag, transfer) for transfer in step.post)
-        waited = [in_flight.pop(message) for message in step.wait]
-        for phase, items in enumerate((step.pre, step.post, step.tiles, waited, step.after)):
-            time = PHASES * step.index + phase
-            for view in itertools.chain.from_iterable(items):
-                if isinstance(view, View):
-                    spans[view.buffer] = spans.get(view.buffer, (time, time))[0], time
-    return spans
-
-
-_Item = TypeVar("_Item", LocalOp, Transfer, Tile)
+        time = PHASES * step.index
+        for op in step.pre:
+            touch(time, op.dst, op.src)
+        for transfer in step.post:
+            touch(time + 1, transfer.view, transfer.source)
+            in_flight[transfer.tag] = transfer
+        for tile in step.tiles:
+            touch(time + 2, tile.q, tile.kv, tile.sums, tile.kv_sums)
+        for tag in step.wait:
+            transfer = in_flight.pop(tag)
+            touch(time + 3, transfer.view, transfer.source)
+        for op in step.after:
+            touch(time + 4, op.dst, op.src)
+    return {number: (first[number], last[number]) for number in first}
 
 
 def _renumbered(step: Step, buffer_of: dict[int, int]) -> Step:
-    def renumbered(x: Any) -> Any:
-        return View(buffer_of[x.buffer], x.start, x.stop) if isinstance(x, View) else x
+    """The step on views of buffers instead of values."""
 
-    def moved(items: tuple[_Item, ...]) -> tuple[_Item, ...]:
-        return tuple(type(item)(*map(renumbered, item)) for item in items)
+    def moved(view: View) -> View:
+        return View(buffer_of[view.buffer], view.start, view.stop)
 
-    return Step(step.index, moved(step.pre), moved(step.post), moved(step.tiles), step.wait, moved(step.after))
+    def moved_op(op: LocalOp) -> LocalOp:
+        return LocalOp(op.op, moved(op.dst), op.src and moved(op.src))
+
+    def moved_transfer(end: Transfer) -> Transfer:
+        tag, op, channel, peer, view, source, kind = end
+        return Transfer(tag, op, channel, peer, moved(view), source and moved(source), kind)
+
+    def moved_tile(tile: Tile) -> Tile:
+        q, kv, sums, band, kv_sums, stores, stores_kv, heads = tile
+        return Tile(moved(q), moved(kv), moved(sums), band, kv_sums and moved(kv_sums), stores, stores_kv, heads)
+
+    return Step(
+        step.index,
+        tuple(map(moved_op, step.pre)),
+        tuple(map(moved_transfer, step.post)),
+        tuple(map(moved_tile, step.tiles)),
+        step.wait,
+        tuple(map(moved_op, step.after)),
+    )

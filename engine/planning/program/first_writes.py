@@ -21,7 +21,7 @@ SUMS = frozenset({Kind.PARTIAL, Kind.DQ, Kind.DKV})
 
 
 def store_first(steps: Iterable[Step], buffers: Sequence[Buffer]) -> tuple[Step, ...]:
-    """The same steps with what sums start from; `buffers` by the number that views have."""
+    """Return the steps with stores in place of the first additions to every sum; `buffers` are indexed by view."""
     rows = _FreshRows(buffers)
     changed = list(map(rows.step, steps))
     if rest := list(rows.results()):
@@ -31,15 +31,15 @@ def store_first(steps: Iterable[Step], buffers: Sequence[Buffer]) -> tuple[Step,
 
 
 class _FreshRows:
-    """Which rows of sums nothing has written yet."""
+    """Rows of sums that were not written yet."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._slots = buffers
         self._sums = {number for number, buffer in enumerate(buffers) if buffer.kind in SUMS}  # with fresh rows
-        self._fresh: dict[int, Flags] = {}  # of those that were touched
+        self._fresh: dict[int, Flags] = {}  # of the buffers seen so far
 
     def step(self, step: Step) -> Step:
-        """A step in its turn."""
+        """Return the step after the ones before it, with stores and initialisation."""
         pre = [found for op in step.pre for found in self._op(op)]
         for transfer in step.post:
             if source := transfer.view if transfer.op == "send" else transfer.source:
@@ -59,14 +59,14 @@ class _FreshRows:
         return Step(step.index, tuple(pre), step.post, tuple(tiles), step.wait, tuple(after))
 
     def results(self) -> Iterator[LocalOp]:
-        """What makes results of which nothing reached some rows."""
+        """Yield ops that initialise rows of results to which nothing was added."""
         for number in sorted(self._sums):
             buffer = self._slots[number]
             if buffer.argument is not None and buffer.where == "device":
                 yield from self._read(View(number, 0, buffer.rows))
 
     def _op(self, op: LocalOp) -> Iterable[LocalOp]:
-        """An op after what it needs; adding to fresh rows, or merging into them, is a copy."""
+        """Return an op after the initialisation it needs; adding to or merging into fresh rows becomes a copy."""
         dst, src = op.dst, op.src
         assert src is not None, op
         before = self._read(src)
@@ -86,7 +86,7 @@ class _FreshRows:
         return view.buffer in self._sums and bool(self._rows(view).all()) and self._write(view) is not None
 
     def _read(self, view: View) -> Iterable[LocalOp]:
-        """What makes fresh rows readable."""
+        """Return the ops that initialise fresh rows before they are read."""
         fresh = self._write(view)
         return () if fresh is None else [LocalOp(what, _part(view, *run)) for what, *run in _runs(fresh, "init")]
 
@@ -108,7 +108,7 @@ class _FreshRows:
 
 
 def _runs(flags: Flags, what: OpName) -> Iterator[tuple[OpName, int, int]]:
-    """(what, start, stop) of every run of set flags."""
+    """Return (what, start, stop) for every run of set flags."""
     if flags.all() or not flags.any():
         return iter([(what, 0, len(flags))] if flags.any() else [])
     edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()

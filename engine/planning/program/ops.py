@@ -16,31 +16,29 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.config.settings import Store
 from engine.planning.topology import Topology
-
-if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
-    from engine.planning.visibility.mask import Band
+from engine.planning.visibility.mask import Band
 
 Direction = Literal["forward", "backward"]
 OpName = Literal["init", "add", "merge", "copy", "finish", "stats"]
 
 
 class Kind(StrEnum):
-    """What one row (token) of a buffer holds."""
+    """The content of one row (token) of a buffer."""
 
     Q = "q"  # query
     KV = "kv"  # key and value
     PARTIAL = "partial"  # running out and lse, fp32: of the keys that were merged so far
-    Q_DOUT_STATS = "q_dout_stats"  # query, dout and (lse, surrogate scale): of queries that travel
+    Q_DOUT_STATS = "q_dout_stats"  # query, dout and (lse, surrogate scale): of moving queries
     Q_DOUT_OUT = "q_dout_out"  # query, dout, out and lse: of queries that stay, and take `out` itself
     DQ = "dq"  # gradient of q, fp32
     DKV = "dkv"  # gradients of k and v, fp32
     DQ_WIRE = "dq_wire"  # gradient of q in the wire's dtype
     DKV_WIRE = "dkv_wire"  # gradients of k and v in the wire's dtype
-    OUT_LSE = "out_lse"  # out in the compute dtype and lse: what forward leaves for backward
+    OUT_LSE = "out_lse"  # out in the compute dtype and lse: saved by forward for backward
     OUT = "out"  # out in the compute dtype
     DOUT = "dout"  # gradient of out, compute dtype
     DQ_CAST = "dq_cast"  # complete gradient of q in the compute dtype
@@ -67,16 +65,16 @@ class LatentShape:
 class Field(NamedTuple):
     """One tensor of a kind: [rows, ...] with query or kv heads, or latents.
 
-    shape   of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out), "latents" and
-            "latent_dim" (their number, one per sequence, and width), and numbers
-    dtype   that of the model, of sums (fp32) or of gradients on the wire
-    own     whether it takes memory of its own; else it is what forward left
+    shape          of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out), "latents"
+                   and "latent_dim" (their number, one per sequence, and width), and numbers
+    dtype          that of the model, of sums (fp32) or of gradients on the wire
+    is_allocated   whether it takes memory; else it is what forward saved
     """
 
     name: str
     shape: tuple[str | int, ...] = ("heads", "qk_dim")
     dtype: Literal["element", "sum", "wire"] = "element"
-    own: bool = True
+    is_allocated: bool = True
 
     @property
     def of_keys(self) -> bool:
@@ -97,13 +95,13 @@ _Q, _OUT, _DOUT, _LSE = Field("q"), Field("out", _V_SHAPE), Field("dout", _V_SHA
 _DK, _DV = Field("dk"), Field("dv", _V_SHAPE)
 _DLATENT = Field("dlatent", ("latents", "latent_dim"))
 
-# What a buffer of each kind holds, and a message of it carries, in this order.
+# Tensors of a buffer, and of a message, of each kind, in this order.
 FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.Q: (_Q,),
     Kind.KV: (Field("k"), Field("v", _V_SHAPE)),
     Kind.PARTIAL: (_OUT._replace(dtype="sum"), _LSE),
     Kind.Q_DOUT_STATS: (_Q, _DOUT, Field("stats", ("heads", 2), "sum")),
-    Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(own=False), _LSE._replace(own=False)),
+    Kind.Q_DOUT_OUT: (_Q, _DOUT, _OUT._replace(is_allocated=False), _LSE._replace(is_allocated=False)),
     Kind.DQ: (Field("dq", dtype="sum"),),
     Kind.DKV: (_DK._replace(dtype="sum"), _DV._replace(dtype="sum")),
     Kind.DQ_WIRE: (Field("dq", dtype="wire"),),
@@ -196,13 +194,13 @@ class View(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One kernel call: `q` against `kv`, of which the rows see what `band` says; it counts both from 0.
+    """One kernel call: `q` against `kv` under the visibility `band`, whose rows count from 0 in both.
 
     Forward merges into `sums` (kind PARTIAL). Backward adds to `sums` (kind DQ) and `kv_sums` (kind DKV). Where it is
     the first to do so it `stores` instead: these rows hold nothing yet.
 
     `heads` is the part of its operands' heads that it computes: heads of one layer may have different masks, and then
-    every class of heads has tiles of its own. Such a tile never stores, for the rows of other heads may hold sums.
+    every class of heads has separate tiles. Such a tile never stores, since the rows of other heads may have sums.
     """
 
     q: View
@@ -219,7 +217,7 @@ class Transfer(NamedTuple):
     """One end of a message; `tag` is the same number at both ends.
 
     load (host to device) and store (device to host) have one end: they read `source` and write `view`, and `peer` is
-    the rank itself.
+    the rank itself. With a `kind` they move its fields alone, which both buffers have among others.
     """
 
     tag: int
@@ -228,6 +226,7 @@ class Transfer(NamedTuple):
     peer: int
     view: View
     source: View | None = None
+    kind: Kind | None = None
 
 
 class LocalOp(NamedTuple):
@@ -238,7 +237,7 @@ class LocalOp(NamedTuple):
     merge   dst (kind PARTIAL) becomes the softmax over the keys of dst and of src, another partial result of these rows
     copy    dst = src, cast; fields that only one side has are left out
     finish  dst (kind OUT_LSE) = src (kind PARTIAL), complete: all keys are merged, and src is not used again
-    stats   dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its own dout and src (kind OUT_LSE)
+    stats   dst (kind Q_DOUT_STATS) gets lse and the surrogate scale from its dout and src (kind OUT_LSE)
 
     add, merge and copy between buffers of different heads work on the heads of the narrower one.
     """
@@ -250,7 +249,7 @@ class LocalOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does between two points at which all ranks could stand still."""
+    """The ops of one rank between two points at which all ranks could synchronise."""
 
     index: int
     pre: tuple[LocalOp, ...] = ()
@@ -290,7 +289,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that one token of each kind occupies on the wire, and in buffers of its own.
+    """Bytes that one token of each kind occupies on the wire, and in allocated buffers.
 
     Heads of q and k are `qk_dim` wide, those of v and out `v_dim`.
 
@@ -303,7 +302,7 @@ class TokenBytes:
     qk_dim: int
     v_dim: int
     element_bytes: int = 2
-    gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
+    gradient_bytes: int = 4  # fp32 accumulators; also on the wire unless a narrower dtype is set
     wire_gradient_bytes: int = 4
     latent: LatentShape | None = None
     num_latents: int = 1
@@ -315,7 +314,7 @@ class TokenBytes:
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
         fields = FIELDS if self.latent is None else LATENT_FIELDS
         latents = (0, 0) if self.latent is None else (self.num_latents, self.latent.dim)
-        rows = [(f.row(counts, self.qk_dim, self.v_dim, latents), f.dtype) for f in fields[kind] if f.own]
+        rows = [(f.row(counts, self.qk_dim, self.v_dim, latents), f.dtype) for f in fields[kind] if f.is_allocated]
         return sum(math.prod(row) * size[dtype] for row, dtype in rows)
 
 
@@ -336,7 +335,7 @@ class LinkBytes(NamedTuple):
 class AttentionPlan:
     """Plans of some or all ranks of a group of `size` ranks, for one direction.
 
-    `ranks` maps rank -> plan; a training rank builds only its own, tests and previews build all of them.
+    `ranks` maps rank -> plan; a training rank builds only its plan, tests and previews build all of them.
     """
 
     direction: Direction
@@ -350,7 +349,7 @@ class AttentionPlan:
             intra = inter = host = 0
             for transfer in plan.transfers():
                 view, buffer = transfer.view, plan.buffers[transfer.view.buffer]
-                size = (view.stop - view.start) * token_bytes.of(buffer.kind, buffer.heads)
+                size = (view.stop - view.start) * token_bytes.of(transfer.kind or buffer.kind, buffer.heads)
                 if transfer.op in ("load", "store"):
                     host += size
                 elif transfer.op == "send":

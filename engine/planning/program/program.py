@@ -1,7 +1,7 @@
-"""What one rank does in one pass: values that are written once, and ops on them by step.
+"""The program of one rank in one pass: values that are written once, and ops on them by step.
 
 A schedule is an ordinary function that calls `send`, `recv`, `tile`, `before`, `after` for one rank. Both ends of a
-message say the same steps and channel, each for itself; `_tag_transfers` gives it the same tag on both. `finish` maps
+message are planned separately with the same steps and channel; `_tag_transfers` gives both the same tag. `finish` maps
 values to buffers (`program.buffers`).
 """
 
@@ -108,14 +108,14 @@ class Program:
         """Receive rows that another rank sends into a value."""
         self._transfer("recv", value, rows, source, channel, when)
 
-    def move(self, source: Value, target: Value, rows: Rows, when: When) -> None:
-        """Load (host to device) or store (device to host) rows."""
+    def move(self, source: Value, target: Value, rows: Rows, when: When, kind: Kind | None = None) -> None:
+        """Load (host to device) or store (device to host) rows; `kind`: only the fields of that kind."""
         if rows.start < rows.stop:
             assert {source.buffer_class.where, target.buffer_class.where} == {"device", "host"}, (source, target)
             loads = source.buffer_class.where == "host"
             channel = Channel.TO_DEVICE if loads else Channel.TO_HOST
             op: Literal["load", "store"] = "load" if loads else "store"
-            transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows))
+            transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows), kind)
             self.transfers.append(ProgramTransfer(self._during(when), target.owner, transfer))
 
     def tile(

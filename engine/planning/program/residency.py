@@ -20,8 +20,8 @@ from engine.planning.program.buffers import Rows, Value
 from engine.planning.program.ops import HeadPart, Kind, OpName
 from engine.planning.program.program import Program, When
 
-Fill = Callable[[int, int, Value], object]  # (chunk, step, value): emit what fills a chunk before `step`
-Finish = Callable[[int, int, Value], object]  # (chunk, step, value): emit what takes a sum complete after `step`
+Fill = Callable[[int, int, Value], object]  # (chunk, step, value): emits ops that fill a chunk before `step`
+Finish = Callable[[int, int, Value], object]  # (chunk, step, value): emits ops that use a sum complete after `step`
 
 
 class Residency(NamedTuple):
@@ -115,19 +115,19 @@ class ChunkedBlock:
         return value
 
     def read(
-        self, planned: Iterable[Residency], whole: Value, fill: Fill | None = None, *, keep: bool = True
+        self, planned: Iterable[Residency], whole: Value, fill: Fill | None = None, *, always_store: bool = True
     ) -> ResidentChunks:
         """Bring chunks of an operand for their residencies.
 
-        fill   makes a chunk where it is used first; without it the operand is given whole
-        keep   store what was filled even if this pass does not need it again
+        fill           fills a chunk before its first use; None: the whole operand is an argument
+        always_store   store filled chunks even if this pass does not need them again
         """
         resident = ResidentChunks()
         for residency in planned:
             if residency.opens and fill:
                 value = self.part(whole.kind, residency.chunk) if self.on_host else whole
                 fill(residency.chunk, residency.first, value)
-                if self.on_host and (keep or not residency.closes):
+                if self.on_host and (always_store or not residency.closes):
                     self.program.move(value, whole, self.rows[residency.chunk], When(residency.first, residency.first))
             else:
                 value = self.load(residency.first, whole, whole.kind, residency.chunk)

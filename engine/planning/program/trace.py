@@ -1,4 +1,4 @@
-"""A program as text: what one rank does, step by step. For `burst plan --trace`, docs/attention.md and golden files."""
+"""A program as text: the ops of a rank by step. For `burst plan --trace`, docs/attention.md and golden files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TraceStep(NamedTuple):
 
 
 def trace_program(program: Program) -> list[TraceStep]:
-    """Every step at which the rank does anything.
+    """Return every step at which the rank has ops.
 
     A value is written as kind, owner (ring rank) and rows of the owner's block: kv2[0:4] is k and v of rows 0 to 3 of
-    the block of ring rank 2. With a head exchange kv@1[0:4] is rows 0 to 3 of what rank 1 holds between the layers.
-    Messages are listed where they are posted; what is received is there when the step ends, or, after "until step n",
-    when step n does.
+    the block of ring rank 2. With a head exchange kv@1[0:4] is rows 0 to 3 of rank 1 in the layout between the layers.
+    Messages are listed where they are posted; received values are available at the end of the step, or, after "until
+    step n", of step n.
     """
     values = program.values
     received = {end.transfer.view.buffer for end in program.transfers if end.transfer.op == "recv"}
@@ -65,7 +65,8 @@ def _transfer(values: Sequence[Value], end: ProgramTransfer) -> str:
     transfer, (post, wait) = end.transfer, end.when
     until = f", until step {wait}" if wait != post else ""
     if transfer.source is not None:
-        return f"{transfer.op:7}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
+        fields = f"{transfer.kind} of " if transfer.kind else ""
+        return f"{transfer.op:7}{fields}{_name(values, transfer.source)} -> {_name(values, transfer.view)}{until}"
     way = "to" if transfer.op == "send" else "from"
     link = f"({_LINKS[transfer.channel]}{until})"
     return f"{transfer.op:7}{_name(values, transfer.view)} {way} rank {transfer.peer} {link}"

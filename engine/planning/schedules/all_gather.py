@@ -30,12 +30,12 @@ def backward(me: RankPass) -> None:
 def exchange_block(me: RankPass, step: RingStep) -> Value | None:
     """Send own rows to the rank that needs them at this step, and receive the block of this step."""
     if step.owner == me.ring_rank:
-        return me.own_block
+        return me.local_block
     when = When(max(0, step.number - 1 - me.grid.inner), step.number - 1)
     channel = Channel.PAYLOAD_OUTER if step.lap else Channel.PAYLOAD_INNER
-    own = step._replace(owner=me.ring_rank)  # where the own block is at this step
-    if me.is_needed(own):
-        me.send(me.own_block, me.rows(own).at(step.stop), me.rank_at(own, step.stop), channel, when)
+    local = step._replace(owner=me.ring_rank)  # where the own block is at this step
+    if me.is_needed(local):
+        me.send(me.local_block, me.rows(local).at(step.stop), me.rank_at(local, step.stop), channel, when)
     if not me.is_needed(step):
         return None
     return me.recv(step, me.rows(step).at(step.stop), me.ranks[step.owner], channel, when)
@@ -49,7 +49,7 @@ def exchange_gradient(me: RankPass, step: RingStep, block: Value | None) -> None
     when, channel = When.at(step.number + 1), Channel.GRADIENT_OUTER if step.lap else Channel.GRADIENT_INNER
     if gradient:
         me.send_gradient(gradient, me.ranks[step.owner], channel, when)
-    own = step._replace(owner=me.ring_rank)
-    if me.is_needed(own):
-        rows, reader = me.rows(own).at(step.stop), me.rank_at(own, step.stop)
-        me.recv_gradient(own, rows, reader, channel, when, me.own_gradient)
+    local = step._replace(owner=me.ring_rank)
+    if me.is_needed(local):
+        rows, reader = me.rows(local).at(step.stop), me.rank_at(local, step.stop)
+        me.recv_gradient(local, rows, reader, channel, when, me.local_gradient)

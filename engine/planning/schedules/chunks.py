@@ -104,7 +104,7 @@ class _RankChunks:
 
     # ---- trips of key chunks around the ring --------------------------------------------------------------------
 
-    def trip_steps(self) -> list[list[When]]:
+    def pass_steps(self) -> list[list[When]]:
         """Steps [key chunk][stop] of every trip: as many per stop as the ring rank with most tiles needs."""
         owners, stops = np.ogrid[: self.grid.size, : self.grid.size]
         holders = self.grid.holders(owners, *np.divmod(stops, self.grid.inner))
@@ -116,7 +116,7 @@ class _RankChunks:
             start = of_chunk[-1]
         return trips
 
-    def trip(self, chunk: int, spans: list[When], kv: Value, dkv: Value | None) -> None:
+    def pass_around_ring(self, chunk: int, spans: list[When], kv: Value, dkv: Value | None) -> None:
         """One chunk of every rank's k and v makes a trip around the ring; `spans`: steps of every stop."""
 
         def tiles(stop: int, owner: int, kv: Value, dkv: Value | None) -> None:
@@ -139,7 +139,7 @@ class _RankChunks:
             self.chunks.heads,
             tiles,
             kv,
-            own_gradient=dkv,
+            local_gradient=dkv,
             wire_kind=Kind.DKV if self.method.gradient_wire_dtype == "float32" else Kind.DKV_WIRE,
         )
         if self.program.direction == "forward":
@@ -207,9 +207,9 @@ class Forward(_RankChunks):
             rows.start < rows.stop and part.start == part.stop
             for rows, part in zip(self.chunks.rows, computed, strict=True)
         ]
-        return self._spread(q, 0), self._spread(kv, 1), self._spread(out, 2)
+        return self._distribute(q, 0), self._distribute(kv, 1), self._distribute(out, 2)
 
-    def _spread(self, chosen: npt.ArrayLike, third: int) -> list[tuple[int, int]]:
+    def _distribute(self, chosen: npt.ArrayLike, third: int) -> list[tuple[int, int]]:
         """(step, chunk) of the chosen chunks, spread evenly over the steps with tiles, three kinds of them in turn."""
         chunks = np.flatnonzero(chosen).tolist()
         gap = max(1, self.last_step // self.pace // (len(chunks) + 1))  # in tiles
@@ -231,10 +231,10 @@ class Forward(_RankChunks):
     def _keys_in_outer_loop(self) -> None:
         """Every key chunk makes its trip around the ring before the next one begins."""
         whole = self.chunks.whole(Kind.KV, "ring_kv" if self.head_group.exchanges else "kv")
-        for chunk, spans in enumerate(self.trip_steps()):
+        for chunk, spans in enumerate(self.pass_steps()):
             residency = Residency(chunk, spans[0].post, spans[-1].wait)
             kv = self._read([residency], Kind.KV, "kv").at(chunk, residency.first) if self.is_seen(chunk) else whole
-            self.trip(chunk, spans, kv, None)
+            self.pass_around_ring(chunk, spans, kv, None)
             self.last_step = residency.last
         self._read([Residency(chunk, step, step) for step, chunk in self._exchanged_only()[1]], Kind.KV, "kv")
 
@@ -262,7 +262,7 @@ class Backward(_RankChunks):
         kv = self.chunks.whole(Kind.KV, "ring_kv" if self.head_group.exchanges else "kv")
         self._sum_dkv([])  # the output exists even where the block has no rows
         levels = (self.grid.inner > 1) + (self.grid.outer > 1)
-        for chunk, spans in enumerate(self.trip_steps()):
+        for chunk, spans in enumerate(self.pass_steps()):
             residency = Residency(chunk, spans[0].post, spans[-1].wait)
             own_kv, dkv = kv, self.chunks.whole(Kind.DKV)
             if self.chunks.rows[chunk].start < self.chunks.rows[chunk].stop:
@@ -270,7 +270,7 @@ class Backward(_RankChunks):
                 dkv = self._sum_dkv([residency._replace(last=last)]).at(chunk, residency.first)
                 if self.is_seen(chunk):
                     own_kv = self.chunks.read([residency], kv).at(chunk, residency.first)
-            self.trip(chunk, spans, own_kv, dkv)
+            self.pass_around_ring(chunk, spans, own_kv, dkv)
             self.last_step = residency.last + min(1, levels)
         uses = sorted({(tiles.step, tiles.chunk) for tiles in self.chunk_tiles})
         queries = self._read_queries(residencies(uses, self.chunks.lead))
@@ -305,14 +305,14 @@ class Backward(_RankChunks):
 
         def fill(chunk: int, step: int, value: Value) -> None:
             rows = self.chunks.rows[chunk]
-            if self.chunks.on_host:
-                self.program.move(whole, value, rows, When(step - self.chunks.lead, step - 1))
+            if self.chunks.on_host:  # the other fields are made here
+                self.program.move(whole, value, rows, When(step - self.chunks.lead, step - 1), Kind.Q)
             self.head_group.to_heads(chunk, step, dout, value)
             if kind == Kind.Q_DOUT_STATS:
                 results = self.chunks.load(step, out_lse, Kind.OUT_LSE, chunk)
                 self.program.before(step, "stats", value, results, rows)
 
-        return self.chunks.read(planned, whole, fill, keep=False)
+        return self.chunks.read(planned, whole, fill, always_store=False)
 
     def _sum_dq(self, planned: list[Residency]) -> ResidentChunks:
         if not self.head_group.exchanges:  # dq stays where it is summed

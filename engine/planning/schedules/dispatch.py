@@ -110,18 +110,18 @@ def backward(me: DispatchPass) -> None:
     combine(me, "kv", dkvs, "add")
 
 
-def dispatch(me: DispatchPass, operand: Operand, own: Value) -> dict[int, Value]:
+def dispatch(me: DispatchPass, operand: Operand, local: Value) -> dict[int, Value]:
     """Send rows of the own block to the ranks that compute with them, and receive those that this rank computes with.
 
     Returns:
         Blocks of the operand by owner.
     """
-    rank, blocks = me.program.rank, {me.program.rank: own}
+    rank, blocks = me.program.rank, {me.program.rank: local}
     for other in me.others():
         if rows := me.rows(operand, rank, other):
-            me.program.send(own, rows, other, PAYLOAD, When.at(DISPATCH))
+            me.program.send(local, rows, other, PAYLOAD, When.at(DISPATCH))
         if rows := me.rows(operand, other, rank):
-            blocks[other] = me.program.value(own.kind, rows, owner=other)
+            blocks[other] = me.program.value(local.kind, rows, owner=other)
             me.program.recv(blocks[other], rows, other, PAYLOAD, When.at(DISPATCH))
     return blocks
 

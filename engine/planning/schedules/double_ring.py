@@ -59,7 +59,7 @@ def outer_hop(me: RankPass, step: RingStep) -> Value | None:
     Returns:
         The block; None if no rank of this node needs it.
     """
-    block, rows = me.own_block, me.rows_needed.of_laps(step.owner)
+    block, rows = me.local_block, me.rows_needed.of_laps(step.owner)
     if step.lap not in rows:
         return None
     laps = [*rows]
@@ -103,7 +103,7 @@ def relay_gradients(me: RankPass) -> None:
             continue
         if step.owner == me.ring_rank:  # the owner is its own relay
             for lap_sum in lap_sums:
-                _receive(me, lap_sum, me.own_gradient)
+                _receive(me, lap_sum, me.local_gradient)
             continue
         if len(lap_sums) == 1:  # nothing to add: pass on what arrives, in the dtype in which it came
             total = _receive(me, lap_sums[0])
@@ -116,11 +116,11 @@ def relay_gradients(me: RankPass) -> None:
 
 def receive_from_relays(me: RankPass) -> None:
     """Receive what the other relays of this node send of the own block."""
-    step = me.own_step
+    step = me.local_step
     for stop, lap_sums in sorted(sums_by_relay(me, me.ring_rank).items()):
         relay = me.rank_at(step, stop)
         if relay != me.program.rank:
-            me.recv_gradient(step, _hull(lap_sums), relay, ring.GRADIENT, _after_all(lap_sums), me.own_gradient)
+            me.recv_gradient(step, _hull(lap_sums), relay, ring.GRADIENT, _after_all(lap_sums), me.local_gradient)
 
 
 def sums_by_relay(me: RankPass, owner: int) -> dict[int, list[_LapSum]]:

@@ -38,7 +38,7 @@ class HeadGroup:
 
     def __post_init__(self) -> None:
         ends = accumulate((_length(of_chunk[self.number]) for of_chunk in self.shards), initial=0)
-        self.own_rows = [Rows(start, stop) for start, stop in pairwise(ends)]
+        self.local_rows = [Rows(start, stop) for start, stop in pairwise(ends)]
 
     @property
     def exchanges(self) -> bool:
@@ -52,7 +52,7 @@ class HeadGroup:
     def argument(self, kind: Kind, name: str) -> Value:
         """All heads of the own rows: an input or output of the plan, made once."""
         if name not in self._arguments:
-            self._arguments[name] = self._shard_value(kind, Rows(0, self.own_rows[-1].stop), name, where=self.store)
+            self._arguments[name] = self._shard_value(kind, Rows(0, self.local_rows[-1].stop), name, where=self.store)
         return self._arguments[name]
 
     def to_heads(self, chunk: int, step: int, all_heads: Value, target: Value) -> None:
@@ -60,19 +60,19 @@ class HeadGroup:
 
         Through a copy where `target` has more fields than what is exchanged.
         """
-        when, copied, own = When(step - self.lead, step - 1), target.kind != all_heads.kind, self.own_rows[chunk]
+        when, copied, local = When(step - self.lead, step - 1), target.kind != all_heads.kind, self.local_rows[chunk]
         if self.store == "host":
-            host, all_heads = all_heads, self._shard_value(all_heads.kind, own)
-            self.program.move(host, all_heads, own, When(step - 2 * self.lead, step - self.lead - 1))
-        if _length(own):
+            host, all_heads = all_heads, self._shard_value(all_heads.kind, local)
+            self.program.move(host, all_heads, local, When(step - 2 * self.lead, step - self.lead - 1))
+        if _length(local):
             self.program.before(
-                step if copied else when.post, "copy", target, all_heads, self.shards[chunk][self.number], own
+                step if copied else when.post, "copy", target, all_heads, self.shards[chunk][self.number], local
             )
         for other in self._others():
-            if _length(own):
-                packed = self._shard_value(all_heads.kind, own, heads=self.heads(other))
-                self.program.before(when.post, "copy", packed, all_heads, own)
-                self.program.send(packed, own, self.ranks[other], Channel.HEADS, when)
+            if _length(local):
+                packed = self._shard_value(all_heads.kind, local, heads=self.heads(other))
+                self.program.before(when.post, "copy", packed, all_heads, local)
+                self.program.send(packed, local, self.ranks[other], Channel.HEADS, when)
             if _length(rows := self.shards[chunk][other]):
                 arrived = self._block_value(all_heads.kind, rows) if copied else target
                 self.program.recv(arrived, rows, self.ranks[other], Channel.HEADS, when)
@@ -85,20 +85,20 @@ class HeadGroup:
             cast = self._block_value(kind, self.chunk_rows(chunk))
             self.program.before(step, "copy", cast, source)
             source = cast
-        when, own, target = When(step, step + self.lead - 1), self.own_rows[chunk], all_heads
+        when, local, target = When(step, step + self.lead - 1), self.local_rows[chunk], all_heads
         if self.store == "host":
-            target = self._shard_value(all_heads.kind, own)
-        if _length(own):
-            self.program.after(when.wait, op, target, source, own, self.shards[chunk][self.number])
+            target = self._shard_value(all_heads.kind, local)
+        if _length(local):
+            self.program.after(when.wait, op, target, source, local, self.shards[chunk][self.number])
         for other in self._others():
             if _length(rows := self.shards[chunk][other]):
                 self.program.send(source, rows, self.ranks[other], Channel.HEADS, when)
-            if _length(own):
-                arrived = self._shard_value(kind, own, heads=self.heads(other))
-                self.program.recv(arrived, own, self.ranks[other], Channel.HEADS, when)
-                self.program.after(when.wait, op, target, arrived, own)
+            if _length(local):
+                arrived = self._shard_value(kind, local, heads=self.heads(other))
+                self.program.recv(arrived, local, self.ranks[other], Channel.HEADS, when)
+                self.program.after(when.wait, op, target, arrived, local)
         if self.store == "host":
-            self.program.move(target, all_heads, own, When(when.wait + 1, when.wait + 1))
+            self.program.move(target, all_heads, local, When(when.wait + 1, when.wait + 1))
 
     def chunk_rows(self, chunk: int) -> Rows:
         """Rows of a chunk in the block."""

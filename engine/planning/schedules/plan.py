@@ -121,33 +121,37 @@ def plan_backward(method: AttentionMethod, visible: Visibility, blocks: Blocks) 
     return _plan_pass(_Pass("backward", visible), method, blocks, None)
 
 
-def _plan_pass(one: _Pass, method: AttentionMethod, blocks: Blocks, only: Collection[int] | None) -> AttentionPlan:
+def _plan_pass(
+    attn_pass: _Pass, method: AttentionMethod, blocks: Blocks, only: Collection[int] | None
+) -> AttentionPlan:
     """Plans of one pass, for some ranks or (None) for all, each written by itself."""
     rows_needed_cache: RowsNeededCache = {}
     plans_single_rank = only is not None and len(only) == 1
 
     def write(program: Program) -> None:
-        _write_program(program, one, method, blocks, rows_needed_cache, plans_single_rank=plans_single_rank)
+        _write_program(program, attn_pass, method, blocks, rows_needed_cache, plans_single_rank=plans_single_rank)
 
-    return plan_ranks(one.direction, method.cp_size, only, write)
+    return plan_ranks(attn_pass.direction, method.cp_size, only, write)
 
 
 def _write_program(
     program: Program,
-    one: _Pass,
+    attn_pass: _Pass,
     method: AttentionMethod,
     blocks: Blocks,
     rows_needed_cache: RowsNeededCache,
     *,
     plans_single_rank: bool,
 ) -> None:
-    query_rows = one.query_rows[blocks.grid.coordinates(program.rank)[0]] if one.query_rows else None
+    query_rows = attn_pass.query_rows[blocks.grid.coordinates(program.rank)[0]] if attn_pass.query_rows else None
     if method.chunk_tokens is not None:
-        chunked = chunks.Forward if one.direction == "forward" else chunks.Backward
-        chunked(program, one.visible, method, blocks, query_rows).write()
+        chunked = chunks.Forward if attn_pass.direction == "forward" else chunks.Backward
+        chunked(program, attn_pass.visible, method, blocks, query_rows).write()
         return
-    whole = WholeBlocks(program, one.visible, method, blocks, rows_needed_cache, plans_single_rank=plans_single_rank)
-    if one.direction == "forward":
+    whole = WholeBlocks(
+        program, attn_pass.visible, method, blocks, rows_needed_cache, plans_single_rank=plans_single_rank
+    )
+    if attn_pass.direction == "forward":
         whole.forward(query_rows)
     else:
         whole.backward()
@@ -160,7 +164,7 @@ def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
         num_heads=model.num_heads * train.micro_batch_size,
         num_kv_heads=model.num_kv_heads * train.micro_batch_size,
         qk_dim=model.head_dim,
-        v_dim=model.head_dim,
+        v_dim=model.v_head_dim or model.head_dim,
         element_bytes=BYTES_OF[train.compute_dtype],
         wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
     )

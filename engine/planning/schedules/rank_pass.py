@@ -30,8 +30,8 @@ class RingStep(NamedTuple):
 class RankPass:
     """One pass of ring rank `ring_rank`.
 
-    own_block      this rank's block of the moving operand
-    own_gradient   backward: sum of its gradient, complete at the end of the pass; None: forward
+    local_block    this rank's block of the moving operand
+    local_gradient backward: sum of its gradient, complete at the end of the pass; None: forward
     tile           (number of the step, owner, block, gradient): emits the tiles of the stationary operand with a block
     ranks          rank of the group of every ring rank
     heads          which heads the values of this pass hold
@@ -46,9 +46,9 @@ class RankPass:
     ranks: tuple[int, ...]
     heads: HeadPart
     tile: Callable[[int, int, Value, Value | None], None]
-    own_block: Value
+    local_block: Value
     final_kv: Value | None = None
-    own_gradient: Value | None = None
+    local_gradient: Value | None = None
     wire_kind: Kind = Kind.DKV
 
     # ---- steps and the rows they need ---------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class RankPass:
                 yield RingStep(lap, stop, self.grid.owner(self.ring_rank, lap, stop), self.grid.step(lap, stop))
 
     @property
-    def own_step(self) -> RingStep:
+    def local_step(self) -> RingStep:
         """The step at which this rank works on its own block."""
         lap, stop = self.grid.owner_lap, self.grid.owner_stop
         return RingStep(lap, stop, self.ring_rank, self.grid.step(lap, stop))
@@ -103,8 +103,8 @@ class RankPass:
         """
         if block is None or not self.is_needed(step):
             return None
-        if self.own_gradient is None or step.owner == self.ring_rank:
-            self.tile(step.number, step.owner, block, self.own_gradient)
+        if self.local_gradient is None or step.owner == self.ring_rank:
+            self.tile(step.number, step.owner, block, self.local_gradient)
             return None
         gradient = self.new_gradient(step.owner, rows or self.gradient_rows(step).up_to_stop(step.stop))
         self.tile(step.number, step.owner, block, gradient)
@@ -118,14 +118,14 @@ class RankPass:
         """Receive rows of the block of `step`."""
         is_final = (step.lap, step.stop) == (self.grid.outer - 1, self.grid.inner - 1)
         block = self.final_kv if is_final else None
-        block = block or self.program.value(self.own_block.kind, rows, owner=step.owner, heads=self.heads)
+        block = block or self.program.value(self.local_block.kind, rows, owner=step.owner, heads=self.heads)
         self.program.recv(block, rows, source, channel, when)
         return block
 
     def new_gradient(self, owner: int, rows: Rows) -> Value:
         """A sum for the gradient of rows of a block."""
-        assert self.own_gradient is not None
-        return self.program.value(self.own_gradient.kind, rows, owner=owner, heads=self.heads)
+        assert self.local_gradient is not None
+        return self.program.value(self.local_gradient.kind, rows, owner=owner, heads=self.heads)
 
     def send_gradient(self, gradient: Value, to: int, channel: Channel, when: When) -> None:
         """Send the gradient of a block, in the dtype of the wire."""

@@ -30,8 +30,8 @@ def fetch_final_kv(me: RankPass) -> None:
     wait = last.number - 1
     when = When(min(me.grid.step(last.lap, 0), wait) if last.lap else wait, wait)
     channel = Channel.PAYLOAD_OUTER if last.lap else Channel.PAYLOAD_INNER
-    own = last._replace(owner=me.ring_rank)
-    if me.is_needed(own):
-        me.send(me.own_block, me.rows(own).at(last.stop), me.rank_at(own, last.stop), channel, when)
+    local = last._replace(owner=me.ring_rank)
+    if me.is_needed(local):
+        me.send(me.local_block, me.rows(local).at(last.stop), me.rank_at(local, last.stop), channel, when)
     if me.is_needed(last):
         me.compute(last, me.recv(last, me.rows(last).at(last.stop), me.ranks[last.owner], channel, when))

@@ -21,14 +21,14 @@ PAYLOAD, GRADIENT = Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER
 def forward(me: RankPass) -> None:
     """k and v make one lap; the output of the own queries is merged tile by tile."""
     for step in me.steps():
-        block = pass_block(me, step, me.own_block)
+        block = pass_block(me, step, me.local_block)
         me.compute(step, block)
 
 
 def backward(me: RankPass) -> None:
     """The moving operand makes one lap, and its gradient follows it."""
     for step in me.steps():
-        block = pass_block(me, step, me.own_block)
+        block = pass_block(me, step, me.local_block)
         gradient = me.compute(step, block)
         if gradient and reduce_gradient(me, step, gradient):
             send_to_owner(me, step, gradient)
@@ -80,9 +80,9 @@ def send_to_owner(me: RankPass, step: RingStep, gradient: Value) -> None:
 
 def receive_from_last_stop(me: RankPass) -> None:
     """Receive what another rank's `send_to_owner` sends of the own block."""
-    step = me.own_step
+    step = me.local_step
     rows = me.gradient_rows(step)
     last = rows.last()
     if last is not None:
         when = When.at(me.number_at(step, last) + 1)
-        me.recv_gradient(step, rows.up_to_stop(last), me.rank_at(step, last), GRADIENT, when, me.own_gradient)
+        me.recv_gradient(step, rows.up_to_stop(last), me.rank_at(step, last), GRADIENT, when, me.local_gradient)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -72,6 +73,23 @@ class RingGrid:
         """`holder` of arrays."""
         holders: Integers = self._moved(owner, lap, stop, self.direction)
         return holders
+
+    def lap_holders(self, owner: int, lap: int) -> Integers:
+        """`holder` of all stops of a lap."""
+        ring, number = divmod(self.holder(owner, lap, 0), self.inner)
+        # A slice, for a rank that plans for itself asks for a lap at each of its steps.
+        start = number * self._lap_direction % self.inner
+        return ring * self.inner + self._lap_numbers[start : start + self.inner]
+
+    @property
+    def _lap_direction(self) -> int:
+        """From stop to stop of a lap; `direction`, unless blocks go against the route."""
+        return -self.direction if self.is_reversed else self.direction
+
+    @cached_property
+    def _lap_numbers(self) -> Integers:
+        """Numbers in a ring from 0 on, for two laps: a lap that begins at any number is a slice of them."""
+        return self._lap_direction * np.arange(2 * self.inner) % self.inner
 
     def _moved(self, ring_rank: Any, lap: Any, stop: Any, direction: int) -> Any:
         if self.is_reversed:
@@ -133,7 +151,7 @@ class RowsNeeded:
         """Rows of a block that one lap needs; `without_owner`: of the other ranks alone."""
         key = owner, lap, without_owner
         if key not in self._laps:
-            rows = self._rows(owner, lap)
+            rows = self._rows(owner, self.grid.lap_holders(owner, lap), is_final=lap == self.grid.outer - 1)
             if without_owner and lap == self.grid.owner_lap:
                 rows.start[self.grid.owner_stop], rows.stop[self.grid.owner_stop] = NOWHERE, 0
             self._laps[key] = LapRows(*rows)
@@ -141,16 +159,16 @@ class RowsNeeded:
 
     def of_laps(self, owner: int) -> dict[int, Rows]:
         """Rows of a block that a lap and all later ones need, for the first lap and all others that need any."""
-        hulls = self._rows(owner, np.arange(self.grid.outer)[:, None]).hull(axis=1)
+        holders = self.grid.holders(owner, np.arange(self.grid.outer)[:, None], np.arange(self.grid.inner))
+        hulls = self._rows(owner, holders, is_final=True).hull(axis=1)
         later, exists = hulls.from_here_on(axis=0), hulls.exists
         exists[0] = True
         return {lap: Rows(int(later.start[lap]), int(later.stop[lap])) for lap in np.flatnonzero(exists).tolist()}
 
-    def _rows(self, owner: int, laps: int | Integers) -> RowRanges:
-        """Rows that every stop of one lap (or of all: [laps, 1]) needs."""
-        holders = self.grid.holders(owner, laps, np.arange(self.grid.inner))
-        rows = RowRanges(self.ranges.start[owner, holders], self.ranges.stop[owner, holders])
-        if self._final_rows is not None and np.max(laps) == self.grid.outer - 1:
+    def _rows(self, owner: int, holders: Integers, *, is_final: bool) -> RowRanges:
+        """Rows that holders of a block need; `is_final`: the last one is the last stop of the last lap."""
+        rows = RowRanges(self.ranges.start[owner][holders], self.ranges.stop[owner][holders])
+        if self._final_rows is not None and is_final:
             final = (-1,) * holders.ndim
             rows.start[final], rows.stop[final] = self._final_rows.start[owner], self._final_rows.stop[owner]
         return rows

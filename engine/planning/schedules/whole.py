@@ -191,7 +191,7 @@ class WholeBlocks:
                 assert gradient is not None
                 self.program.tile(at, band, block, kv, gradient, dkv)
 
-        tile, own_block, own_gradient = (
+        tile, local_block, local_gradient = (
             (tile_of_stationary_q, kv, dkv) if moving == "kv" else (tile_of_stationary_kv, q_dout, dq)
         )
         me = RankPass(
@@ -202,8 +202,8 @@ class WholeBlocks:
             self.ranks,
             self.heads,
             tile,
-            own_block,
-            own_gradient=own_gradient,
+            local_block,
+            local_gradient=local_gradient,
             wire_kind=gradient_kind if method.gradient_wire_dtype == "float32" else wire_kind,
         )
         schedule_of(method).backward(me)

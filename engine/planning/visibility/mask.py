@@ -313,9 +313,9 @@ class Mask:
         return build_rectangles(self)
 
     def queries_before(self, position: int) -> Mask:
-        """The same mask for queries at positions before this one only; the others see nothing, their keys stay.
+        """Return the mask restricted to queries before `position`; other queries see nothing, all keys are unchanged.
 
-        What attention that runs again for the first part of a sequence sees.
+        This is the mask of attention that is recomputed for the first part of a sequence.
         """
         return replace(self, query_stop=position if self.query_stop is None else min(position, self.query_stop))
 

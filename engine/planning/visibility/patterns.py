@@ -37,7 +37,7 @@ DEFAULT_BLOCK_TOKENS = 128
 def build_mask(kind: MaskKind, seq_len: int, options: AttentionConfig, documents: Sequence[int] = ()) -> Mask:
     """Build the mask of this name over `seq_len` tokens; `documents` are ascending start positions, the first 0.
 
-    All kinds but `full` are causal, and each takes its own options. Reads `blocks_file`. Raises ConfigError.
+    All kinds but `full` are causal, and each takes different options. Reads `blocks_file`. Raises ConfigError.
     """
     problems = list(mask_problems(options, {kind}))
     if problems:
@@ -128,7 +128,7 @@ def read_blocks(path: Path, seq_len: int, block_tokens: int | None = None) -> Bl
         problems.append(f"{path}: its block_tokens is {found}, attention.block_tokens {block_tokens}; drop one of them")
     size = found if found is not None else block_tokens
     if size is None:
-        problems.append(f"{path}: says no block_tokens; set attention.block_tokens")
+        problems.append(f"{path}: has no block_tokens; set attention.block_tokens")
     elif size < 1:
         problems.append(f"{path}: block_tokens is {size}; at least 1 is needed")
     elif len(pairs):

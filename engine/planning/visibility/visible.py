@@ -1,8 +1,8 @@
 """Visibility between the blocks of a layout under a mask, in rank-local rows: bands, and the rows that are needed.
 
 Blocks are segments (arithmetic progressions of positions); a mask is a table of rectangles with bands. All segments
-that overlap in a rectangle are found together, for one block against all or for all pairs: a rank that makes its own
-plan must know how far every block moves, hence what every pair of ranks shares.
+that overlap in a rectangle are found together, for one block against all or for all pairs: to plan its part a rank
+must know how far every block moves, hence the visibility of every pair of ranks.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Visibility:
     def _rows_needed(self, operand: Operand, blocks: Collection[int], readers: Collection[int]) -> RowRanges:
         size = self.layout.size
         table = RowRanges(np.full(size * size, NOWHERE), np.zeros(size * size, dtype=np.int64))
-        for own, others in ((blocks, range(size)), (set(range(size)) - set(blocks), readers)):
-            for bands in self._shared(operand, own, others):
+        for local, others in ((blocks, range(size)), (set(range(size)) - set(blocks), readers)):
+            for bands in self._shared(operand, local, others):
                 start, stop = (bands.k_start, bands.k_stop) if operand == "kv" else (bands.q_start, bands.q_stop)
                 block, reader = (bands.k_rank, bands.q_rank) if operand == "kv" else (bands.q_rank, bands.k_rank)
                 pair = block * size + reader  # a flat index: ufunc.at is fifty times slower with two
@@ -131,7 +131,7 @@ class Visibility:
 
         That is valid for any segments, since a rank's rows ascend in position. Returns the remaining and the new bands.
         """
-        mask, own = self.mask, self._segments.of_ranks((rank,))
+        mask, local = self.mask, self._segments.of_ranks((rank,))
         if not mask.causal or mask.blocks is not None:
             return bands, []
         starts = np.array(mask.documents or (0,), dtype=np.int64)
@@ -144,13 +144,13 @@ class Visibility:
         which = np.unique(document[whole])
         # Rows after the mask's query_stop see nothing, and no earlier row sees them.
         ends = stops[which] if mask.query_stop is None else np.minimum(stops[which], mask.query_stop)
-        pairs = zip(own.rows_before(starts[which]).tolist(), own.rows_before(ends).tolist(), strict=True)
+        pairs = zip(local.rows_before(starts[which]).tolist(), local.rows_before(ends).tolist(), strict=True)
         squares = [Band(a, b, a, b, low=0 if b - a > 1 else -UNBOUNDED) for a, b in pairs if a < b]
         return bands.taken(np.flatnonzero(~whole)), squares
 
-    def _shared(self, of: Operand, own: Collection[int], others: Collection[int]) -> Iterator[_Bands]:
-        """Yield bands between the queries (of="q") or keys of ranks `own` and the other operand of `others`."""
-        ours, theirs = self._segments.of_ranks(own), self._segments.of_ranks(others)
+    def _shared(self, of: Operand, local: Collection[int], others: Collection[int]) -> Iterator[_Bands]:
+        """Yield bands between the queries (of="q") or keys of ranks `local` and the other operand of `others`."""
+        ours, theirs = self._segments.of_ranks(local), self._segments.of_ranks(others)
         columns = self.mask.rectangles.T
         bounds, others_bounds = (columns[:2], columns[2:4]) if of == "q" else (columns[2:4], columns[:2])
         rule, met = listed(*ours.meeting(*bounds))
@@ -199,9 +199,9 @@ class _Segments(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> _Segments:
-        entries = [(s.start, len(s), s.step) for own in layout.segments for s in own]
+        entries = [(s.start, len(s), s.step) for segments in layout.segments for s in segments]
         start, length, steps = np.array(entries, dtype=np.int64).reshape(-1, 3).T
-        owner = np.repeat(np.arange(layout.size), [len(own) for own in layout.segments])
+        owner = np.repeat(np.arange(layout.size), [len(segments) for segments in layout.segments])
         rows = np.array(layout.row_counts, dtype=np.int64)
         offset = np.cumsum(length) - length - (np.cumsum(rows) - rows)[owner]
         return cls(int(steps.max(initial=1)), start, length, owner, offset).taken(np.argsort(start, kind="stable"))
@@ -247,7 +247,8 @@ def _bands_between(q: _Segments, k: _Segments, rule: Integers, low: Integers, hi
     sees = (first_row < last_row) & (first_key < last_key) & (low <= high)
     shift = first_key - first_row
     rows = (q.offset + first_row, q.offset + last_row, k.offset + first_key, k.offset + last_key)
-    return _Bands(q.owner, k.owner, rule, *rows, low + shift, high + shift).taken(np.flatnonzero(sees))
+    bands = _Bands(q.owner, k.owner, rule, *rows, low + shift, high + shift)
+    return bands if sees.all() else bands.taken(np.flatnonzero(sees))
 
 
 def _divided(positions: Integers, stride: int) -> Integers:
@@ -276,7 +277,7 @@ def _merged(boxes: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, 
 
 def ring_rank_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
     """Visible pairs of the queries that every rank of the layout holds, exactly."""
-    return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
+    return tuple(sum(_segment_pairs(mask, segment) for segment in segments) for segments in layout.segments)
 
 
 def _segment_pairs(mask: Mask, segment: range) -> int:

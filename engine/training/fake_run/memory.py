@@ -45,9 +45,8 @@ from engine.device.live_tensors import LiveTensorTracker, Peak
 from engine.device.row_blocks import FakeRun, use_fake_run
 from engine.distributed.mesh import open_mesh
 from engine.kernels.attention import select_kernel
-from engine.model.llama import LlamaModel
 from engine.optim.adamw import build_optimizer
-from engine.parallel.parallelize import parallelize
+from engine.parallel.parallelize import build_decoder, parallelize
 from engine.planning.checkpoint_policy import checkpoint_kinds
 from engine.planning.methods.layers import attention_layers
 from engine.planning.methods.presets import AttentionMethod
@@ -55,8 +54,9 @@ from engine.planning.topology import Degrees, Topology
 from engine.predict.memory import IDLE_S, DeviceKind, MemoryPrediction
 from engine.predict.memory_ranks import reserve_bytes, worst_ranks
 from engine.predict.policy_cost import layers_on_host
+from engine.pretrained.decoder_shape import repeating_layers, with_num_layers
 from engine.training.fake_run.components import FrameClassifier, StepObserver, by_component
-from engine.training.fake_run.stand_ins import StandInFlashKernel, sampled_runtime
+from engine.training.fake_run.stand_ins import StandInFlashKernel, StandInGroupedProducts, sampled_runtime
 from engine.training.train_step import RankBatch, TrainStep
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -131,8 +131,7 @@ class _Scene:
         with fake_ranks(rank, self._topology.size):
             mesh = open_mesh(rank, self._degrees, torch.device("cpu"), self._topology)
             attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
-            with torch.device("meta"):
-                model = LlamaModel(config.model, config.loss)
+            model = build_decoder(config)
             with use_fake_run(FakeRun(on_gpu)):  # a store in host memory is a GPU's
                 parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
             _fill_library_caches(config)
@@ -141,6 +140,7 @@ class _Scene:
             tracker = LiveTensorTracker(classifier)
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, use_fake_run(FakeRun(on_gpu)):
                 model.to_empty(device=mesh.device)
+                model.fill_buffers(mesh.device)
                 step = TrainStep(config, mesh, model, attention)
                 batches = [_batch(mode, config, step.prepare) for _ in range(config.train.grad_accum_steps)]
                 with tracker:
@@ -151,7 +151,8 @@ class _Scene:
                         self._make_buffers(attention, batches[0].rows.positions.shape[0])
                     tracker.enter("forward")
                     tracker.reset_peak()
-                    step.accumulate(batches, label_tokens=1)
+                    with StandInGroupedProducts():  # type: ignore[no-untyped-call]
+                        step.accumulate(batches, label_tokens=1)
                     tracker.enter("optimizer")
                     step.update()
         return tracker
@@ -163,7 +164,11 @@ class _Scene:
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
         for runtime in {id(runtime): runtime for runtime in attention.run_context().runtimes}.values():
             batch = (config.train.micro_batch_size, rows)
-            q, k, v = (torch.empty(*batch, n, model.head_dim, dtype=dtype, requires_grad=True) for n in heads)
+            widths = (model.head_dim, model.head_dim, model.v_head_dim or model.head_dim)
+            q, k, v = (
+                torch.empty(*batch, n, width, dtype=dtype, requires_grad=True)
+                for n, width in zip(heads, widths, strict=True)
+            )
             out = run_attention(q, k, v, runtime)
             torch.autograd.backward([out], [torch.empty_like(out)])
 
@@ -172,7 +177,14 @@ class _Scene:
         kernel: Any = StandInFlashKernel()
         if self._kind == "cpu":
             dtype = getattr(torch, config.train.compute_dtype)
-            kernel = select_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
+            model = config.model
+            kernel = select_kernel(
+                config.attention.kernel,
+                torch.device("cpu"),
+                dtype,
+                model.head_dim,
+                v_dim=model.v_head_dim or model.head_dim,
+            ).kernel
         group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), kernel)
         return ContextParallel.of_group(config, group, self.method).with_runtimes(sampled_runtime)
 
@@ -185,12 +197,14 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
     """
     on_host = layers_on_host(config, method)
     stretches = (on_host, config.model.num_layers - on_host)
-    layer_pattern = len(attention_layers(config, method))
+    prefix, period = repeating_layers(config.model)
+    layer_pattern = math.lcm(len(attention_layers(config, method)), period)
     if set(checkpoint_kinds(config.memory)) == {"attn_out_every"}:
         layer_pattern = math.lcm(layer_pattern, config.memory.every_layers)
     # The first and the last may need more than those in between, of which one turn of each stretch is run at least.
     least = layer_pattern + (1 if all(stretches) else 2)
-    leasts = (least + COPIES_IN_FLIGHT, least)
+    before = -(-prefix // layer_pattern) * layer_pattern
+    leasts = (least + COPIES_IN_FLIGHT + before, least + (0 if on_host else before))
     short = [
         few + (count - few) % layer_pattern if count > few else count
         for few, count in zip(leasts, stretches, strict=True)
@@ -205,7 +219,7 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
 
 def _with_layers(config: RunConfig, on_host: int, on_device: int) -> RunConfig:
     memory = config.memory if 0 in (on_host, on_device) else replace(config.memory, host_layers=on_host)
-    return replace(config, model=replace(config.model, num_layers=on_host + on_device), memory=memory)
+    return replace(config, model=with_num_layers(config.model, on_host + on_device), memory=memory)
 
 
 def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:

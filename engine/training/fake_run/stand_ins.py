@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.runtime import AttentionRuntime
 from engine.kernels.attention.base import Capabilities, TileGradients, TileResult
@@ -102,3 +103,20 @@ class StandInFlashKernel:
         if num_heads != k.shape[1]:
             held += [k.new_empty(k.shape[0], num_heads, head_dim) for _ in range(2)]
         return TileResult(dq, dk, dv)
+
+
+class StandInGroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside the body the grouped products of experts allocate their results, and compute nothing.
+
+    torch (2.13) computes them in fp32 too, but knows the shapes of fake results for bf16 alone.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run `func`."""
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **kwargs)
+        left, right, offsets = (*args, *(() if len(args) > 2 else (kwargs["offs"],)))[:3]
+        if left.dim() == right.dim() == 2:  # [K, S] x [S, N] in groups of S -> [E, K, N]: gradients of weights
+            return left.new_empty(offsets.shape[0], left.shape[0], right.shape[1])
+        return left.new_empty(left.shape[0], right.shape[2])  # [S, K] x [E, K, N] -> [S, N]

@@ -30,7 +30,7 @@ def row(variant: str, total_s: float, *, mask: str = "causal", **changes: Any) -
     return {**place, **parts, **sent, "exposed_s": total_s / 4, **changes}
 
 
-def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> None:
+def test_document_of_bench_attention(burst: Burst) -> None:
     """Over real processes."""
     result = burst("bench", "attention", *SMALL, "--json")
     assert result.code == 0, result.err
@@ -68,18 +68,19 @@ def test_mistakes_are_told_before_anything_is_measured(burst: Burst) -> None:
         assert (result.code, words in result.err) == (2, True), result.err
 
 
-def test_a_failing_rank_ends_the_command_with_its_words_and_all_presets_are_measured_unless_some_are_named(
-    burst: Burst,
-) -> None:
+def test_a_failing_rank_ends_the_command(burst: Burst) -> None:
     result = burst("bench", "attention", *SMALL, "--rank-command", "sh -c 'echo no >&2; exit 3'")
     assert (result.code, "failed first, exit code 3" in result.err, "    no\n" in result.err) == (1, True, True)
+
+
+def test_all_presets_are_measured_by_default(burst: Burst) -> None:
     # With a single rank that cannot start, so that only the choice is made.
     result = burst("bench", "attention", "--rank-command", "no-such-tool", "--ranks", "1")
     count = int(result.err.split("tokens: ")[1].split(" variants")[0])
     assert (result.code, 1 <= count <= len(PRESETS)) == (1, True)
 
 
-def test_a_table_per_mask_and_length_then_what_was_skipped() -> None:
+def test_view_has_a_table_per_cell() -> None:
     rows = [
         row("ring", 2.0),
         row("burst", 1.0, exposed_s=-0.1),  # without communication it took longer, by chance

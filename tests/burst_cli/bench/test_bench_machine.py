@@ -42,7 +42,7 @@ def measure(folder: Path, *argv: str) -> Path:
     return path
 
 
-def test_a_profile_holds_every_rate_and_what_they_were_measured_on(path: Path) -> None:
+def test_a_profile_has_every_rate_of_the_measured_machine(path: Path) -> None:
     document: dict[str, Any] = json.loads(path.read_text())
     measured = document["measured"]
     assert {"date", "device", "cores", "threads", "load", "torch"} <= set(measured)
@@ -67,12 +67,15 @@ def test_links_between_nodes_are_measured_where_there_are_several(tmp_path: Path
     assert (len(series["intra_message_s"]), len(series["inter_message_s"]) > 1) == (0, True)
 
 
-def test_a_plan_is_of_machine_and_ranks_that_were_measured_and_a_launch_gives_ranks_the_figures(path: Path) -> None:
+def test_a_plan_has_the_ranks_of_the_profile(path: Path) -> None:
     argv = ("plan", "exp=tiny", "cluster.ranks_per_node=null", "--memory-by", "none", "--device", str(path))
     told = [(code, (out or err).splitlines()[0]) for code, out, err in (run(*argv), run(*argv, "--ranks", "2"))]
     on = "plan    tiny, attention=burst: 2,048 tokens on"
     assert told == [(0, f"{on} 1 rank (as many per node as the profile was measured with)"), (0, f"{on} 2 ranks")]
     assert "the number of ranks is unknown" in run(*argv, "--nodes", "2")[2]
+
+
+def test_a_launch_passes_the_profile_to_ranks(path: Path) -> None:
     planned = run("plan", "exp=tiny", "--memory-by", "none", "--json", "--device", str(path)).document["step_time"]
     assert (planned["machine"], planned["seconds"] > 0) == (str(path), True)
     launched = run("launch", "exp=tiny", f"cluster.machine.name={path}", "--dry-run", "--json").document["files"]

@@ -47,7 +47,7 @@ def entry(run: RunFolder, step: int, **changes: object) -> dict[str, object]:
     return {**facts, "bytes": 1000, "tokens": 1000 * step, "ranks": 1, "verified": False, "problem": None, **changes}
 
 
-def test_checkpoints_are_listed_newest_first_and_what_is_here_is_fetched_from_nowhere(burst, run: RunFolder) -> None:
+def test_checkpoints_are_listed_newest_first(burst, run: RunFolder) -> None:
     result = burst("checkpoint", "list", run.run_id)
     assert (result.code, result.err) == (0, "")
     assert [line.split() for line in result.out.splitlines()] == [
@@ -56,6 +56,9 @@ def test_checkpoints_are_listed_newest_first_and_what_is_here_is_fetched_from_no
     ]
     document = json.loads(burst("checkpoint", "list", "--json").out)
     assert document == {"run_id": run.run_id, "checkpoints": [entry(run, step) for step in (40, 30, 20, 10)]}
+
+
+def test_fetch_names_local_checkpoints(burst, run: RunFolder) -> None:
     path = run.path / "checkpoints/step-00000020"
     assert burst("checkpoint", "fetch", "--step", "20").out == f"step 20 is in {path}\n"
     newest = {"run_id": run.run_id, "step": 40, "path": f"{run.path}/checkpoints/step-00000040"}
@@ -64,7 +67,7 @@ def test_checkpoints_are_listed_newest_first_and_what_is_here_is_fetched_from_no
     assert (missing.code, "has no checkpoint of step 1; it has 40, 30, 20, 10" in missing.err) == (1, True)
 
 
-def test_damage_is_found_and_named(burst, run: RunFolder) -> None:
+def test_verify_reports_damage(burst, run: RunFolder) -> None:
     (run.path / "checkpoints/step-00000030" / FILE).write_bytes(b"y" * 1000)
     (run.path / "checkpoints/step-00000010/MANIFEST.json").write_text("{")
     result = burst("checkpoint", "verify", "--json")
@@ -88,7 +91,7 @@ def test_damage_is_found_and_named(burst, run: RunFolder) -> None:
     assert styled(table, width=400)[6:] == [*words, (unreadable["problem"], "red")]
 
 
-def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> None:
+def test_prune_dry_run_deletes_nothing(burst, run: RunFolder) -> None:
     freed = sum(path.stat().st_size for path in (run.path / "checkpoints/step-00000010").iterdir())
     done = {"run_id": run.run_id, "removed": [10], "kept": [40, 30, 20], "freed_bytes": freed}
     words = ("checkpoint", "prune", "--keep-every", "20")
@@ -96,6 +99,12 @@ def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> N
     told = f"step 10, {binary_bytes(freed)}; kept: step 20, 30, 40\n"
     assert burst(*words, "--dry-run").out == f"would delete {told}"
     assert steps(run) == [40, 30, 20, 10]
+
+
+def test_prune_deletes_old_checkpoints(burst, run: RunFolder) -> None:
+    words = ("checkpoint", "prune", "--keep-every", "20")
+    freed = sum(path.stat().st_size for path in (run.path / "checkpoints/step-00000010").iterdir())
+    told = f"step 10, {binary_bytes(freed)}; kept: step 20, 30, 40\n"
     result = burst(*words)
     assert (result.code, result.out) == (0, f"deleted {told}")
     assert steps(run) == [40, 30, 20]
@@ -140,12 +149,15 @@ def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path,
     assert seen.err == ""
 
 
-def test_the_newest_undamaged_one_stays_and_a_living_run_is_left_alone(burst, run: RunFolder, tmp_path: Path) -> None:
+def test_prune_spares_the_newest_undamaged_checkpoint(burst, run: RunFolder) -> None:
     for step in (30, 40):
         (run.path / f"checkpoints/step-000000{step}" / FILE).write_bytes(b"")
     passed = burst("checkpoint", "prune", "--keep-last", "1").err.splitlines()
     assert [line.partition(": ")[0] for line in passed if line] == [f"step {step} is passed over" for step in (40, 30)]
     assert steps(run) == [40, 20]
+
+
+def test_checkpoints_of_a_running_run_are_not_pruned(burst, tmp_path: Path) -> None:
     made = make_run(tmp_path / "runs", "tiny/20260102-000000-bbbbbb", state="running")
     none = burst("checkpoint", "verify", made.run_id)
     assert (none.code, none.out.strip()) == (0, f"{made.exp}/{made.run_id} has no checkpoints.")

@@ -14,9 +14,12 @@ from engine.config.settings import LayoutName, PresetName, RunConfig, config_fro
 from engine.runs.record import config_fingerprint
 
 
-def test_output_is_yaml_or_json_and_names_the_source_of_each_value(burst: Burst) -> None:
+def test_config_prints_yaml(burst: Burst) -> None:
     code, out, _ = burst("config", "exp=llama8b_1m")
     assert (code, config_from_dict(yaml.safe_load(out))) == (0, compose(["exp=llama8b_1m"]).config)
+
+
+def test_yaml_names_the_source_of_each_value(burst: Burst) -> None:
     lines = burst("config", "exp=tiny", "train.steps=77").out.splitlines()
     by_name = {line.split(":")[0].strip(): line for line in lines}
     sources = {"steps": "train.steps=77", "preset": "conf/attention/burst.yaml", "z_loss": "default"}
@@ -24,6 +27,8 @@ def test_output_is_yaml_or_json_and_names_the_source_of_each_value(burst: Burst)
     assert len({line.index(" # ") for line in lines if " # " in line}) == 1
     assert lines[0].startswith("exp: tiny ")
 
+
+def test_document_of_config(burst: Burst) -> None:
     document = burst("config", "exp=small", "seed=3", "--json").document
     config = config_from_dict(document["config"])
     assert (config.seed, document["fingerprint"]) == (3, config_fingerprint(config))
@@ -32,7 +37,7 @@ def test_output_is_yaml_or_json_and_names_the_source_of_each_value(burst: Burst)
     assert (document["sources"]["seed"], document["sources"]["loss.z_loss"]) == ("seed=3", "default")
 
 
-def test_groups_and_fields_list_all_there_is_with_what_it_means(burst: Burst, tmp_path: Path) -> None:
+def test_all_options_have_descriptions(burst: Burst, tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n# My own [bold] one.\n")
     words = ("config", "--groups", "--fields", "--config-dir", str(tmp_path))

@@ -35,7 +35,7 @@ def overrides(corpus: Path) -> list[str]:
     return ["data=text", f"data.paths=[{corpus}]", "data.tokenizer=bytes", "data.validation_fraction=0.1"]
 
 
-def test_prepare_shows_exact_counts_in_a_table_and_as_one_document_and_finds_the_data_again(corpus, burst) -> None:
+def test_prepare_reports_exact_counts(corpus, burst) -> None:
     code, out, err = burst("data", "prepare", *overrides(corpus))
     assert (code, "writing tokens" in err) == (0, True), err
     again = burst("data", "prepare", "--json", *overrides(corpus))
@@ -77,16 +77,16 @@ def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, burst
     assert last.split()[3:] == ["0", "0", "0%", "0%", "–"]
     assert err.splitlines()[-1].startswith("warning: no sample is of documents of 100,000 to 199,999 tokens, but")
     refused = burst("launch", "--yes", *given, "cluster=local", "cluster.ranks_per_node=1", "attention=single")
-    words = "no sample of 100 tokens lies mostly in a document of 100,000 to 199,999 tokens"
+    words = "no sample of 100 tokens is mostly in a document of 100,000 to 199,999 tokens"
     assert (refused.code, words in refused.err) == (1, True)
 
 
-def test_mistakes_are_one_message_and_an_exit_code(tmp_path, burst, monkeypatch) -> None:
+def test_mistakes_are_one_message(tmp_path, burst, monkeypatch) -> None:
     for arguments, code, message in [
         (["data=jsonl", "data.paths=[bad.jsonl]"], 1, "bad.jsonl:1: bad JSON"),
         (["data=parquet", "data.paths=[bad.jsonl]"], 1, "cannot be read as parquet"),
         (["data=text", "data.paths=[]"], 2, "data.paths"),
-        ([*OF_CHATS, "data.chat_template=chatml"], 1, "the assistant says nothing"),
+        ([*OF_CHATS, "data.chat_template=chatml"], 1, "the assistant has no text"),
         (OF_CHATS, 2, "set data.chat_template=chatml"),
         (["data.length_buckets=[10]"], 2, "data.length_weights: got 0 numbers, expected 2"),
         (["data.validation_fraction=2"], 2, "data.validation_fraction"),
@@ -102,7 +102,7 @@ def test_mistakes_are_one_message_and_an_exit_code(tmp_path, burst, monkeypatch)
 
 
 @pytest.mark.parametrize(("is_terminal", "told"), [(False, "writing tokens (2 MiB)\n"), (True, "1 MiB of 2 MiB")])
-def test_pipes_get_one_line_per_stage_and_terminals_figures(is_terminal: bool, told: str) -> None:
+def test_progress_of_each_stage_is_shown(is_terminal: bool, told: str) -> None:
     stages = [Progress("waiting"), Progress("tokenizer"), Progress("survey", 1 << 20)]
     stages.append(Progress("encode", 1 << 20, 1 << 21))
     stream = StringIO()

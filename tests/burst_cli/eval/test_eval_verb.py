@@ -68,7 +68,7 @@ def test_a_run_is_evaluated_as_it_was_trained(burst: Any, run: RunFolder) -> Non
     assert Path(document["path"]).parent.name == "mine-eval"
 
 
-def test_overrides_and_chosen_files_change_only_what_they_say(burst: Any, run: RunFolder) -> None:
+def test_overrides_of_eval_change_only_their_settings(burst: Any, run: RunFolder) -> None:
     changes = ("--step", "10", "attention=ring", "train.seq_len=1024", "train.eval_needle_depths=4")
     config = planned(burst, "abcdef", *changes)["config"]
     train, attention = config["train"], config["attention"]

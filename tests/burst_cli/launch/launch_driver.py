@@ -14,7 +14,7 @@ from pathlib import Path
 from testkit.fake_plan import fake_plan
 
 from burst_cli.launch.launching import run_plan
-from burst_cli.options import LaunchManner
+from burst_cli.options import OutputOptions
 from cluster.control.link import LaunchTiming
 from cluster.plan import with_files
 from engine.config.cluster import ClusterConfig
@@ -38,7 +38,7 @@ def launch(runs_dir: Path, *flags: str) -> int:
         argv = ("/no/such/python", *plan.nodes[0].argv[1:])
         plan = with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
     timing = LaunchTiming(poll_s=0.02, stop_grace_s=0.7, failure_grace_s=0.5, evidence_s=0.2)
-    manner = LaunchManner("--detach" in flags, "--plain" in flags, "--json" in flags)
+    manner = OutputOptions("--detach" in flags, "--plain" in flags, "--json" in flags)
     return run_plan(plan, ["exp=tiny"], manner, timing)
 
 

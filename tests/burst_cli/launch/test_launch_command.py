@@ -68,7 +68,7 @@ class Launch:
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_completes_has_its_folder_and_tells_progress_on_stderr_and_its_result_on_stdout(
+def test_a_completed_run_has_all_its_files(
     tmp_path: Path,
 ) -> None:
     completed = Launch(tmp_path, "ok", "--real")
@@ -110,7 +110,7 @@ def test_failing_rank_gives_one_readable_block_without_its_terminal_escapes(tmp_
     assert "\x1b" not in failed.stderr
 
 
-def test_ctrl_c_cancels_and_leaves_no_process(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     """While torchrun, two ranks and a grandchild in its own session are alive."""
     launch = Launch(tmp_path, "sleep", "--real")
     try:
@@ -135,7 +135,7 @@ def test_terminal_that_is_closed_does_not_hurt_the_run(tmp_path: Path) -> None:
     confirm(row, launch.run, code, ())
 
 
-def test_a_terminal_shows_a_block_that_is_redrawn_and_with_plain_lines(tmp_path: Path) -> None:
+def test_plain_disables_the_live_block(tmp_path: Path) -> None:
     def shown(folder: Path, *flags: str) -> str:
         """What a terminal receives."""
         folder.mkdir()

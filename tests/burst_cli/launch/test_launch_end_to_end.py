@@ -35,9 +35,7 @@ def overrides(folder: Path) -> list[str]:
     ]
 
 
-def test_a_launch_does_what_was_rehearsed_and_is_reported(
-    burst: Burst, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_runs_the_plan_of_its_dry_run(burst: Burst, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (f"line {number} of a text that repeats itself\n" for number in range(1500))
     (tmp_path / "corpus.txt").write_text("".join(lines))
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))

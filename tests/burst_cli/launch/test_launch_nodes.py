@@ -77,7 +77,7 @@ def traces(testbed: Testbed) -> set[Path]:
     return {path for home in (*homes, testbed.shared) for path in home.rglob("*") if ".ssh" not in path.parts}
 
 
-def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
+def test_a_dry_run_leaves_no_trace_on_nodes(
     testbed: Testbed, root: Path, tmp_path: Path, launch: Burst, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
@@ -94,15 +94,16 @@ def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
     assert not (tmp_path / "cache").exists()
 
 
-def test_ranks_follow_the_order_of_a_hostfile_and_people_see_the_plan(
-    testbed: Testbed, root: Path, tmp_path: Path, launch: Burst
-) -> None:
+def test_ranks_follow_the_order_of_a_hostfile(testbed: Testbed, root: Path, tmp_path: Path, launch: Burst) -> None:
     names = [testbed.node_names[2], testbed.node_names[0]]
     (tmp_path / "hosts").write_text("\n".join(names))
     words = (f"cluster={testbed.name}", "--hostfile", str(tmp_path / "hosts"), "--run-path", str(tmp_path / "mine"))
     document = launch(*words, "--dry-run", "--json").document
     assert [(node["name"], node["first_rank"]) for node in document["nodes"]] == [(names[0], 0), (names[1], 1)]
     assert (document["config"]["cluster"]["num_nodes"], document["path"]) == (2, str(tmp_path / "mine"))
+
+
+def test_a_dry_run_prints_the_plan_of_all_nodes(testbed: Testbed, root: Path, launch: Burst) -> None:
     code, out, err = launch(f"cluster={testbed.name}", "--dry-run", "cluster.master_port=29500")
     assert code == 0, err
     for text in ("4 ranks on 4 nodes", "--master-port=29500", "2 more files like env/"):
@@ -118,9 +119,7 @@ def test_every_problem_of_real_nodes_is_told_at_once(testbed: Testbed, root: Pat
     assert not root.exists()
 
 
-def test_the_next_attempt_asks_the_nodes_again_takes_spare_ones_and_gets_the_code_there(
-    testbed: Testbed, tmp_path: Path
-) -> None:
+def test_the_next_attempt_replaces_lost_nodes(testbed: Testbed, tmp_path: Path) -> None:
     names, folder = testbed.node_names, tmp_path / "runs/tiny/20260101-000000-abcdef"
     places = ("cluster.node_folder='~/next'", "cluster.shared_folder=null", f"cluster.spare_nodes={names[3]}")
     words = (*SHORT, f"cluster={testbed.name}", *places)

@@ -16,7 +16,7 @@ from testkit.terminal import styled
 
 from burst_cli.compose import compose
 from burst_cli.launch.launching import conclude
-from burst_cli.launch.prepare import show_job, show_plan
+from burst_cli.launch.show import show_job, show_plan
 from cluster.control.link import LaunchOutcome, Leftover
 from cluster.launch.local import build_local_plan
 from cluster.launch.ssh import build_ssh_plan
@@ -27,7 +27,7 @@ from engine.data.tokenizers import train_bpe
 from engine.runs.folder import create_run
 
 
-def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, burst: Burst) -> None:
+def test_dry_run_creates_nothing(tmp_path: Path, burst: Burst) -> None:
     one_core = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
     code, output, _ = burst("launch", "exp=tiny", "train.steps=3", *one_core, "--dry-run")
     notes = "optimizer.warmup_steps is 3, not 10: the run has 3 steps", "expected: 1.27 s per step, 0:04 for 3 steps"

@@ -36,7 +36,7 @@ def write_nccl(run: RunFolder, node: str, text: str, pid: int = 4711) -> Path:
     return path
 
 
-def test_sockets_in_any_of_nccl_s_words_are_a_fallback_and_logs_of_adapters_or_of_nothing_none(tmp_path: Path) -> None:
+def test_socket_fallback_is_recognised_in_nccl_logs(tmp_path: Path) -> None:
     sockets = (SOCKETS, NETWORK, CHANNEL, SOCKETS + NETWORK, VERBS + NETWORK)
     others = ("", "garbage \x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n")
     for place, said in enumerate((*sockets, *others)):
@@ -62,9 +62,7 @@ def test_sockets_that_were_planned_or_of_one_node_or_of_an_earlier_attempt_are_n
     assert socket_fallbacks(again) == []
 
 
-def test_people_and_programs_are_told_by_the_status_and_at_the_end(
-    burst: Burst, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_socket_fallback_is_reported(burst: Burst, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with(tmp_path)
     for node in TWO:
         write_nccl(run, node, SOCKETS + NETWORK)

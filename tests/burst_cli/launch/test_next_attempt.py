@@ -14,7 +14,7 @@ from burst_cli.options import LaunchRequest
 from burst_cli.runs.failure import failure_block
 from cluster.checks.launch import NodeProblem, UnfitNodesError
 from cluster.control.attempt import StopRequests, begin_attempt, finish
-from cluster.control.controller import Manner
+from cluster.control.controller import ControlOptions
 from cluster.control.link import LaunchObserver, LaunchOutcome
 from cluster.errors import ClusterError
 from cluster.failure import Failure
@@ -44,7 +44,7 @@ class Story(LaunchObserver):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def lead(self, plan: LaunchPlan, manner: Manner) -> LaunchOutcome:
+    def lead(self, plan: LaunchPlan, manner: ControlOptions) -> LaunchOutcome:
         self.starts.append(manner.start)
         kind, step = self.ends.pop(0)
         if step:
@@ -65,7 +65,7 @@ class Story(LaunchObserver):
     def tell(self) -> tuple[str, int]:
         """(how it ends, after how many attempts)."""
         watchers = (self, self.stop)
-        outcome = lead_attempts(self.plan, self.run, watchers, self.lead, Manner(clock=self.clock), self.renew)
+        outcome = lead_attempts(self.plan, self.run, watchers, self.lead, ControlOptions(clock=self.clock), self.renew)
         return outcome.status, len(self.starts)
 
 

@@ -18,7 +18,7 @@ from testkit.run_maker import forget_process, make_run
 from testkit.terminal import StrictConsole
 from testkit.waiting import wait_for
 
-from burst_cli.launch.take_over import UnknownRunError, find_way
+from burst_cli.launch.take_over import UnknownRunError, resume_action
 from cluster.control.attempt import Controller, ControllerBusyError, RunState, controlling
 from engine.runs.folder import RunFolder
 
@@ -55,7 +55,7 @@ def test_a_run_without_a_leader_is_taken_over_or_starts_again(root: Path) -> Non
         if state in ("starting", "running"):
             forget_process(run)
         stream = io.StringIO()
-        assert find_way(run, StrictConsole(file=stream, width=200), ask) == way
+        assert resume_action(run, StrictConsole(file=stream, width=200), ask) == way
         assert stream.getvalue() == said
 
 
@@ -63,13 +63,13 @@ def test_run_of_which_nobody_knows_or_that_somebody_leads_is_left_alone(root: Pa
     forget_process(lost := make_run(root))
     console = StrictConsole(file=io.StringIO())
     with pytest.raises(UnknownRunError, match="no answer of tb1") as caught:
-        find_way(lost, console, lambda run: RunState({"state": "running"}, problem="no answer of tb1 (refused)"))
+        resume_action(lost, console, lambda run: RunState({"state": "running"}, problem="no answer of tb1 (refused)"))
     assert caught.value.exit_code == 3
     led = RunState({"state": "running"}, controller=Controller(4711, "tb2", "today"))
     with pytest.raises(ControllerBusyError, match="process 4711 on tb2"):
-        find_way(lost, console, lambda run: led)
+        resume_action(lost, console, lambda run: led)
     with controlling(lost), pytest.raises(ControllerBusyError, match=f"process {os.getpid()} on "):  # the lock alone
-        find_way(lost, console, runs_on)
+        resume_action(lost, console, runs_on)
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------

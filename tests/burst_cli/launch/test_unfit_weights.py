@@ -14,7 +14,7 @@ from testkit.corpora import text_corpus
 from testkit.tiny_training import tiny_config
 
 from burst_cli.launch.launching import run_plan
-from burst_cli.options import LaunchManner
+from burst_cli.options import OutputOptions
 from cluster.control.link import LaunchTiming
 from cluster.launch.local import build_local_plan, probe_local_node
 from cluster.plan import CONFIG_FILE, LaunchPlan, with_files
@@ -78,7 +78,7 @@ def test_weights_that_do_not_fit_end_the_ranks_with_one_message(
         cluster={"ranks_per_node": 2},
         parallel={"cp_size": 1, "dp_shard_size": 2},
     )
-    code = run_plan(plan_as_for_a_node(config, tmp_path / "runs"), (), LaunchManner(), TIMING)
+    code = run_plan(plan_as_for_a_node(config, tmp_path / "runs"), (), OutputOptions(), TIMING)
     err = capsys.readouterr().err
     assert (code, err.count(message)) == (2, 1), f"expected exit code 2 and one message of one rank, got {err}"
     assert "Traceback" not in err

@@ -57,7 +57,7 @@ def test_tail_is_the_last_lines(tmp_path_factory, lines: list[bytes], count: int
     assert texts(path, tail_offset(path, count)) == (whole[-count:] if count else [])
 
 
-def test_tail_spans_blocks_and_long_lines_are_kept_in_part_the_rest_counted(
+def test_tail_spans_blocks(
     tmp_path: Path,
 ) -> None:
     lines = [b"%d " % number + b"x" * 999 for number in range(3 * BLOCK_BYTES // 1000)]
@@ -66,6 +66,8 @@ def test_tail_spans_blocks_and_long_lines_are_kept_in_part_the_rest_counted(
         assert texts(path, tail_offset(path, count)) == lines[-count:]
     assert (tail_offset(tmp_path / "no.log", 5), texts(tmp_path / "no.log")) == (0, [])
 
+
+def test_long_lines_are_truncated(tmp_path: Path) -> None:
     path = write(tmp_path, b"x" * 100_000 + b"\nnext\n")
     assert list(LogReader(path).to_end()) == [Line(b"x" * 2**14, 100_000 - 2**14), Line(b"next")]
 
@@ -83,9 +85,7 @@ def test_reader_begins_anew_when_the_file_is_replaced_or_shrinks(tmp_path: Path)
 
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20), most=st.integers(1, 50))
-def test_of_a_flood_the_last_whole_lines_are_shown_and_the_bytes_before_them_counted(
-    tmp_path_factory, sizes: list[int], most: int
-) -> None:
+def test_skipped_bytes_of_a_flood_are_counted(tmp_path_factory, sizes: list[int], most: int) -> None:
     path = write(tmp_path_factory.mktemp("sum"), b"")
     reader, shown, skipped = LogReader(path), list[bytes](), 0
     for number, size in enumerate(sizes):
@@ -110,7 +110,7 @@ def test_line_whose_beginning_was_passed_over_is_not_shown_as_a_line(tmp_path: P
     assert ([line.text for line in lines], skipped) == ([b"whole"], len(b"the end of it\n"))
 
 
-def test_memory_is_bounded_whatever_the_size_of_files_and_lines(tmp_path: Path) -> None:
+def test_memory_of_reading_logs_is_bounded(tmp_path: Path) -> None:
     """64 files of 1 GiB that begin with a line of this size (sparse), lines of 16 MiB at the end of four; a flood."""
     paths = []
     for rank in range(64):

@@ -17,7 +17,7 @@ from testkit.terminal import on_terminal
 
 from burst_cli.logs.files import LogRequest, find_logs
 from burst_cli.logs.follow import LogPrinter, follow
-from burst_cli.logs.read import KEEP_BYTES
+from burst_cli.logs.read import TAIL_BYTES
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def start_logs(run: RunFolder, *argv: str, **streams: object) -> subprocess.Pope
     return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
-def test_ranks_nodes_and_patterns_select_in_the_order_of_ranks(burst, run: RunFolder) -> None:
+def test_selected_logs_are_in_the_order_of_ranks(burst, run: RunFolder) -> None:
     for options, ranks in [
         ([], "0123"),
         (["--tail", "all"], "0123"),
@@ -65,7 +65,7 @@ def test_ranks_nodes_and_patterns_select_in_the_order_of_ranks(burst, run: RunFo
         assert (result.code, result.out.splitlines()) == (0, shown)
 
 
-def test_tail_counts_lines_of_each_log_and_of_what_matches(burst, run: RunFolder) -> None:
+def test_tail_counts_matching_lines_of_each_log(burst, run: RunFolder) -> None:
     write_log(run, "tb3", 0, "".join(f"error {n}\nstep {n}\n" for n in range(1000)))
     assert burst("logs", "--tail", "0") == (0, "", "")
     first = ("logs", "--ranks", "0")
@@ -88,11 +88,11 @@ def test_launcher_shows_what_started_the_ranks(burst, run: RunFolder) -> None:
 
 
 def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
-    write_log(run, "tb2", 2, b"x" * (KEEP_BYTES + 5))
+    write_log(run, "tb2", 2, b"x" * (TAIL_BYTES + 5))
     first = [{"node": "tb3", "rank": 1, "log": "rank0001", "text": line.format(1)} for line in HERE]
     assert json.loads(burst("logs", "--json", "--ranks", "1-2").out) == {
         **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "status": "completed", "left_out": 0},
-        "lines": [*first, {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * KEEP_BYTES, "cut_bytes": 5}],
+        "lines": [*first, {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * TAIL_BYTES, "cut_bytes": 5}],
     }
     write_log(run, "tb2", 3, "x\n" * 100_002)
     flood = json.loads(burst("logs", "--json", "--tail", "all", "--ranks", "3").out)
@@ -126,7 +126,7 @@ def test_colours_are_for_terminals_that_want_some(run: RunFolder, monkeypatch, v
     assert re.findall(r"\x1b\[(\d+)mtb\d:\d \|\x1b\[0m step 1\r\n", text) == list(map(str, codes))
 
 
-def test_mistakes_and_ranks_that_are_not_there_are_named(burst, run: RunFolder) -> None:
+def test_invalid_selections_are_reported(burst, run: RunFolder) -> None:
     for options, code, said in [
         (["--grep", "("], 2, "is no regular expression"),
         (["--ranks", "3-1"], 2, "'3-1' is no rank; expected numbers and ranges such as 0,3-5"),
@@ -161,7 +161,7 @@ def append(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 130)])
-def test_following_ends_with_the_run_and_says_how_it_ended(burst, living: RunFolder, state: str, code: int) -> None:
+def test_following_ends_with_the_run(burst, living: RunFolder, state: str, code: int) -> None:
     write_log(living, "tb1", 0, "zero\none\nlast words")
     living.transition(state)
     result = burst("logs", "-f", "--tail", "2")
@@ -197,7 +197,7 @@ def test_files_are_followed_from_when_they_appear_through_rotation_to_their_last
     assert written.getvalue().decode().splitlines() == told
 
 
-def test_of_a_flood_it_is_said_what_is_left_out_and_where_it_is(living: RunFolder) -> None:
+def test_following_reports_skipped_bytes(living: RunFolder) -> None:
     path = write_log(living, "tb1", 0, "one\n")
     write_log(living, "tb1", 1, "")
     stream, calls = io.StringIO(), iter([lambda: append(path, "0123456\n" * 2000 + "the end\n")])

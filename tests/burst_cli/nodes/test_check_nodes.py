@@ -41,7 +41,7 @@ def report_of(severity: Verdict, observed: str = "", **fields: str) -> FleetRepo
     return FleetReport({"n1": NodeReport("n1", (Finding("gpu.ecc", "n1", severity, observed, **fields),))}, 1.25)
 
 
-def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_equal_nodes_are_folded(capsys: pytest.CaptureFixture[str]) -> None:
     report = check(FLEET, ahead_s=60.0)
     lines = shown(replace(report, elapsed_s=2.04))
     assert (report.exit_code, lines[0], lines[1]) == (1, "n[1-2]: OK", "n4: WARN")
@@ -56,7 +56,7 @@ def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pyt
 
 
 @pytest.mark.needs("ssh")
-def test_programs_get_names_or_one_document_and_nothing_else(burst: Burst) -> None:
+def test_machine_readable_output_of_check_nodes(burst: Burst) -> None:
     assert burst("check-nodes", *NOBODY, "--list")[:2] == (1, "")
     named = burst("check-nodes", "--local", "--only", "host.shm", "-l")
     document = burst("check-nodes", "--local", "--only", "host.shm", "--json").document
@@ -126,13 +126,19 @@ def test_explaining_checks_nothing(burst: Burst) -> None:
     assert (code, name, out) == (0, "ssh.clock", f"ssh.clock: {text}\n")
 
 
-def test_text_of_nodes_is_no_markup_and_what_is_ok_is_shown_when_asked_for() -> None:
+def test_text_of_nodes_is_no_markup() -> None:
     words, remedy = "[bold]x[/] [link=http://x]y[/link] :smile:", "[red]do[/red]"
     lines = shown(report_of(Verdict.FAIL, words, remedy=remedy))
     assert (lines[1], lines[2]) == (f"  FAIL    gpu.ecc: {words}", f"          → {remedy}")
+
+
+def test_passed_checks_are_shown_on_request() -> None:
     for fine in (Verdict.OK, Verdict.SKIP):
         told = [str(shown(report_of(fine, "0 errors"), all_findings=wanted)) for wanted in (False, True)]
         assert ["0 errors" in text for text in told] == [False, True]
+
+
+def test_without_usable_nodes_the_last_line_says_none() -> None:
     last = ["", "not usable: n1", "usable: none (0 of 1 nodes, 1.2 s)"]
     assert shown(report_of(Verdict.UNKNOWN, "silent")) == ["n1: UNKNOWN", "  UNKNOWN gpu.ecc: silent", *last]
 
@@ -163,7 +169,7 @@ def view_of(nodes: int, *, terminal: bool) -> tuple[list[str], str]:
     return said, stream.getvalue()
 
 
-def test_a_terminal_shows_who_is_waited_for_and_a_file_gets_lines() -> None:
+def test_progress_names_pending_nodes() -> None:
     said, printed = view_of(3, terminal=True)
     assert printed == ""
     assert said == [

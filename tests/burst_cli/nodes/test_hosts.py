@@ -65,7 +65,7 @@ def test_the_first_list_that_is_given_counts(tmp_path: Path, monkeypatch: pytest
         NodeOptions().select()
 
 
-def test_list_shows_each_way_and_which_keys_are_known(hosts: Burst, fleet: Fleet) -> None:
+def test_list_shows_routes_with_known_keys(hosts: Burst, fleet: Fleet) -> None:
     code, out, _ = hosts("list", "known,behind")
     document = hosts("list", "known,behind", "--json").document
     key = document["hosts"][1]["keys"][0]["fingerprint"]
@@ -89,7 +89,7 @@ def test_list_shows_each_way_and_which_keys_are_known(hosts: Burst, fleet: Fleet
     ]
 
 
-def test_the_way_begins_with_what_openssh_begins_with_and_an_authority_counts_as_a_known_key(tmp_path, burst) -> None:
+def test_list_follows_the_openssh_configuration(tmp_path, burst) -> None:
     key = ECDSAKey.generate()
     (tmp_path / "known_hosts").write_text(2 * f"@cert-authority *.lab {key.get_name()} {key.get_base64()}\n")
     (tmp_path / "config").write_text(
@@ -105,7 +105,7 @@ def test_the_way_begins_with_what_openssh_begins_with_and_an_authority_counts_as
     assert re.search(r" and 1 more +\S+\n1 node from --hosts$", burst(*argv, "n3").out)
 
 
-def test_trust_adds_what_is_new_and_names_what_is_not(hosts: Burst, fleet: Fleet) -> None:
+def test_trust_adds_new_keys_only(hosts: Burst, fleet: Fleet) -> None:
     code, out, err = hosts("trust", "n[1-3],known,changed,down", "--yes")
     lines = [line.split() for line in out.splitlines()]
     assert (code, lines[0]) == (1, ["node", "type", "fingerprint", "state"])
@@ -132,11 +132,15 @@ def test_the_key_of_a_jump_host_is_trusted_before_what_lies_behind(hosts: Burst)
     assert rows == [("n1", True, "added"), ("behind", True, "added")]
 
 
-def test_only_the_given_fingerprint_is_trusted_and_a_changed_key_is_never_replaced(hosts: Burst) -> None:
+def test_only_the_given_fingerprint_is_trusted(hosts: Burst) -> None:
     (n1,) = hosts("trust", "n1", "--fingerprint", "SHA256:none", "--json").document["hosts"]
     assert not trust_file().exists()
     code, out, err = hosts("trust", "n[1-2]", "--fingerprint", n1["keys"][0]["fingerprint"])
     assert (code, "1 key added" in out, "n2: shows none of the fingerprints" in err) == (1, True, True)
+
+
+def test_a_changed_key_is_never_replaced(hosts: Burst) -> None:
+    hosts("trust", "n1", "--yes")
     hosts("trust", "n2", "--yes")
     first, second = trust_file().read_text().splitlines()
     swapped = f"{first.split()[0]} {second.split(' ', 1)[1]}\n"
@@ -147,7 +151,7 @@ def test_only_the_given_fingerprint_is_trusted_and_a_changed_key_is_never_replac
         assert trust_file().read_text() == text
 
 
-def test_forget_takes_back_and_tells_what_it_cannot(hosts: Burst, fleet: Fleet) -> None:
+def test_forget_removes_trusted_keys_only(hosts: Burst, fleet: Fleet) -> None:
     hosts("trust", "n[1-2]", "--yes")
     found = hosts("forget", "n1,known", "--json")
     known = {"name": "known", "forgotten": 0, "still_known_in": [str(fleet.known_hosts)]}

@@ -32,7 +32,7 @@ def test_operand_chosen_by_time_is_told_with_what_was_compared() -> None:
     assert all(f"{name} " in text for name in ("(kv", "kv, 1 deferred", "q, 2 deferred")), text
 
 
-def test_bytes_per_hop_are_those_of_operand_and_gradient() -> None:
+def test_bytes_per_hop_include_the_gradient() -> None:
     """bfloat16 operands and fp32 gradients; two numbers per row and head go with q and dout."""
     sizes = f"kv {2 * 8 * 128 * (2 + 4)} B, q {32 * (2 * 128 * 2 + 2 * 4 + 128 * 4)} B"
     assert f"grouped-query attention with 4 query heads per kv head, per token and hop: {sizes}" in words_of(8)

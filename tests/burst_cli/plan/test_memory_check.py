@@ -14,7 +14,8 @@ from testkit.sections import changed
 from testkit.terminal import lines_of
 
 from burst_cli.compose import compose
-from burst_cli.launch.prepare import launch_notes, with_run
+from burst_cli.launch.resolve import with_run
+from burst_cli.launch.show import launch_notes
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory
 from burst_cli.plan.table import answer_view, details_view
@@ -58,7 +59,7 @@ def check(
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
-def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
+def test_run_that_fits_is_predicted_once(policy: str) -> None:
     asked: list[RunConfig] = []
 
     def predict(config: RunConfig, method: AttentionMethod, world: Topology) -> MemoryPrediction:
@@ -84,7 +85,7 @@ def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
     }
 
 
-def test_refusal_says_by_how_much_where_why_and_what_to_do_unless_it_is_forced() -> None:
+def test_refusal_names_missing_bytes_with_remedies() -> None:
     with pytest.raises(ConfigError) as caught:
         check(need(95), force=False)
     problem = (
@@ -125,7 +126,7 @@ def test_host_memory_can_be_what_is_missing() -> None:
     assert found.needs.endswith(", 800 GiB of 100 GiB of host memory per node")
     assert found.problems[0].startswith(
         "does not fit: 4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal), by the prediction"
-        ". Largest, per rank: checkpoints 200 GiB. What helps: 800 GiB of host memory per node or more would do"
+        ". Largest, per rank: checkpoints 200 GiB. What helps: 800 GiB or more of host memory per node would be enough"
     )
 
 
@@ -155,7 +156,7 @@ def test_what_is_not_known_is_started_with_a_warning() -> None:
         check(RunError("no torch here."), OPEN)
 
 
-def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(tmp_path: Path) -> None:
+def test_resolved_memory_policy_is_in_the_launch_plan(tmp_path: Path) -> None:
     found = check(need(1), OPEN, force=False)
     assert found.config.memory.activation_checkpoint == "none"  # there is room for everything
     assert launch_notes(found).plain.startswith("memory.activation_checkpoint=auto: none, on ")
@@ -165,6 +166,9 @@ def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(
     assert json.loads(files[RESOLVED_FILE])["run"]["config"]["memory"]["activation_checkpoint"] == "none"
     assert json.loads(files[MEMORY_PLAN_FILE]) == found.to_dict()
     assert "full, on host" in [candidate["name"] for candidate in found.to_dict()["candidates"]]
+
+
+def test_auto_is_resolved_although_no_policy_fits_if_forced() -> None:
     with pytest.raises(ConfigError, match="15 GiB more than"):
         check(need(95), OPEN, force=False)
     assert check(need(95), OPEN).config.memory.activation_checkpoint != "auto"
@@ -203,7 +207,7 @@ def test_policies_are_named_by_their_settings() -> None:
 
 
 @pytest.mark.thorough
-def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_its_host() -> None:
+def test_llama8b_512k_fits_on_one_gpu_with_its_host() -> None:
     room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
     settings = compose(["exp=llama8b_512k"]).config
     choice = resolve_run(settings, Topology(1, 1), find_machine("h200"), room, shared_predictor().predict)

@@ -38,7 +38,8 @@ def test_a_model_is_shown_as_a_configuration_that_can_be_written(burst, folder: 
         "trained on 4,096 tokens; for longer sequences stretch RoPE, as with model.rope_scaling.kind=yarn "
         "model.rope_scaling.factor=4 model.rope_scaling.original_seq_len=4096",
     ]
-    facts = {"folder": str(folder), "model": settings, "window_tokens": 2048, "seq_len": 4096, "notes": told}
+    facts = {"folder": str(folder), "model": settings, "mask_layers": ["window"], "window_tokens": 2048}
+    facts |= {"seq_len": 4096, "notes": told}
     assert (burst("model", str(folder), "--json").document, done.err.splitlines()) == (facts, told)
     missing = burst("model", str(tmp_path))
     assert (missing.code, "expected the folder of a Hugging Face model" in missing.err) == (2, True)

@@ -137,7 +137,7 @@ def test_details_of_auto_put_every_preset_beside_the_others_as_it_is_planned_alo
 
 
 @pytest.mark.thorough
-def test_of_every_preset_it_is_said_what_memory_it_takes_and_whether_that_is_there(burst) -> None:
+def test_details_have_the_memory_of_every_preset(burst) -> None:
     settings = ("exp=tiny", "memory=full", "model.num_layers=1", "train.seq_len=512", "--device", "20MB")
     presets = burst("plan", *settings, "attention=auto", "--details", "--json").document["presets"]
     alone = burst("plan", *settings, "attention=fpdt", "--json").document["memory"]
@@ -152,11 +152,14 @@ def test_fields_of_the_machine_can_be_changed(burst) -> None:
     assert slow > 100 * fast
 
 
-def test_ranks_and_nodes_fill_in_what_is_open_and_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:
+def test_ranks_options_set_the_topology(burst) -> None:
     plan = document(burst("plan", *QUICK, "exp=llama8b_1m", "--ranks", "16", "--nodes", "2", "--json"))
     assert (plan["world_size"], plan["topology"]) == (16, {"nodes": 2, "local_ranks": 8})
     forward = plan["attention"]["layers"][0]["passes"]["forward"]
     assert (plan["attention"]["ring_inner_size"], forward["bytes_per_layer"]["inter_bytes"] > 0) == (8, True)
+
+
+def test_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:
     plan = document(burst("plan", *QUICK, "exp=tiny", "parallel.dp_shard_size=2", "--json"))
     assert (plan["world_size"], plan["cp_size"]) == (4, 2)
 
@@ -193,7 +196,7 @@ def test_a_mistake_is_named_with_its_remedy(burst) -> None:
         assert [words in err for words in (mistake, remedy, "Traceback")] == [True, True, False]
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_to_change(burst) -> None:
+def test_a_plan_that_does_not_fit_has_advice(burst) -> None:
     arguments = ["exp=tiny", "memory=none", "train.seq_len=4096", "--device", "cpu", "memory.host_bytes=340000000"]
     shown = burst("plan", *arguments, "--details").out
     memory = burst("plan", *arguments, "--json").document["memory"]
@@ -233,7 +236,7 @@ def test_a_thousand_ranks_are_planned_by_fewer(burst) -> None:
 TOO_LARGE = ("exp=tiny", "memory=none", "train.seq_len=4096", "--device", "cpu", "memory.host_bytes=340000000")
 
 
-def test_what_does_not_fit_exits_with_1_and_has_no_speed(burst) -> None:
+def test_a_plan_that_does_not_fit_has_no_speed(burst) -> None:
     result = burst("plan", *TOO_LARGE, "--price", "2")
     assert result.code == 1
     names = [line.split()[0] for line in result.out.splitlines() if not line.startswith(" ")]

@@ -25,7 +25,7 @@ def legend(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_every_word_of_the_picture_and_its_place() -> None:
+def test_layout_of_the_picture() -> None:
     plan = planned("attention=burst_ulysses", "cluster.topology_nodes=2")
     figure = schedule_figure(plan)
     seconds = r"[\d.]+ ms( \([\d.]+%\))?"
@@ -69,7 +69,7 @@ def test_every_word_of_the_picture_and_its_place() -> None:
         assert len(paths) == sum(i.lane == "compute" or i.kind in arrive for i in one.timeline.intervals)
 
 
-def test_every_kind_of_tile_and_of_message_has_its_word_and_time_its_unit() -> None:
+def test_legend_names_every_kind_of_activity() -> None:
     rings = ("attention=burst", "cluster.topology_nodes=2")
     chunks = planned("attention=fpdt", "cluster.topology_nodes=2", "attention.chunk_tokens=128", device="h100")
     window = planned(*rings, "attention.mask=window", "attention.window_tokens=100", device="h100")

@@ -100,7 +100,7 @@ def test_hardware_is_that_of_the_ranks_else_of_sister_runs_else_of_the_launcher(
 # --- which figures ----------------------------------------------------------------------------------------------------
 
 
-def test_record_joins_state_summary_and_where_the_run_comes_from(reported, runs_dir: Path) -> None:
+def test_record_joins_the_files_of_a_run(reported, runs_dir: Path) -> None:
     (record,) = reported("aaaaaa")
     run = RunFolder(runs_dir / "tiny/20260101-000000-aaaaaa")
     summary, state = run.read_summary(), run.read_state()
@@ -118,12 +118,16 @@ def test_record_joins_state_summary_and_where_the_run_comes_from(reported, runs_
     assert (record["step_time_s"], record["step_time_s_n"]) == (pytest.approx(0.3), 3)
 
 
-def test_failed_run_has_the_figures_of_the_steps_it_made_and_its_own_state(reported, runs_dir: Path) -> None:
+@pytest.mark.usefixtures("runs_dir")
+def test_failed_run_has_figures_of_its_steps(reported) -> None:
     completed, failed = reported("tiny")
     assert (failed["status"], failed["failure"]) == ("failed", {"rank": 1, "message": "no"})
     same = ("config_fingerprint", "attention_preset", "world_size", "steps")
     assert {name: failed[name] for name in same} == {name: completed[name] for name in same}
     assert failed["step_time_s_n"] == max(1, failed["steps"] - 3)
+
+
+def test_status_is_that_of_the_run_state(reported, runs_dir: Path) -> None:
     RunFolder(runs_dir / "tiny/20260101-000000-aaaaaa").write_summary({"status": "running", "steps": 4})
     assert [run["status"] for run in reported("aaaaaa")] == ["completed"]
 
@@ -139,7 +143,7 @@ def test_lost_run_is_told_apart_from_a_running_one(burst, reported, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "config.yaml", "metrics.jsonl"])
-def test_damaged_run_is_named_and_the_others_are_shown(burst, runs_dir: Path, name: str) -> None:
+def test_damaged_run_does_not_hide_others(burst, runs_dir: Path, name: str) -> None:
     damaged = runs_dir / "tiny/20260102-000000-bbbbbb" / name
     damaged.write_bytes(b"{\xff broken: [")
     result = burst("report", "--json")
@@ -150,7 +154,7 @@ def test_damaged_run_is_named_and_the_others_are_shown(burst, runs_dir: Path, na
     assert records[1]["status"] == ("unreadable" if name == "run.json" else "failed")
 
 
-def test_damaged_provenance_is_unknown_and_tells_no_secrets(reported, runs_dir: Path) -> None:
+def test_damaged_provenance_is_unknown(reported, runs_dir: Path) -> None:
     file = runs_dir / "tiny/20260101-000000-aaaaaa/provenance.json"
     for content, command in [
         *((text, None) for text in ("", "[]", "{", '{"git": 3, "versions": [], "hardware": null}', "\udcff")),
@@ -165,7 +169,7 @@ def test_damaged_provenance_is_unknown_and_tells_no_secrets(reported, runs_dir: 
         assert run["command"] == command
 
 
-def test_damaged_values_and_names_never_stop_a_report(burst, tmp_path: Path) -> None:
+def test_damaged_values_never_stop_a_report(burst, tmp_path: Path) -> None:
     values: list[object] = [None, "x", [], {}, True, float("nan"), 10**400, -1]
     for place, value in enumerate(values):
         run = make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-aaaaaa")
@@ -201,7 +205,7 @@ def test_table_of_one_run_shows_every_figure_at_any_width(burst, runs_dir: Path,
         }
 
 
-def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(reported, runs_dir: Path) -> None:
+def test_page_has_the_provenance_of_runs(reported, runs_dir: Path) -> None:
     failed = reported("bbbbbb")[0]
     (part,) = (one for one in parts_of(build_report(runs_dir, ["bbbbbb"]), is_page=True) if one.is_aside)
     ((grid, *_),) = (part.grids,)
@@ -211,6 +215,9 @@ def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(report
         **{"host": "node1", "versions": "burst-train 1, torch 2.13.0, python 3.11, flash-attn 2, triton 3"},
         **{"command": "burst launch exp=tiny", "failure": "no"},
     }
+
+
+def test_columns_are_ranked_for_narrow_terminals() -> None:
     ranked = sorted((column for column in COLUMNS if column.rank < 99), key=lambda column: column.rank)
     assert [column.heading for column in ranked] == [
         *("run", "differs by", "tokens/s/device", "MFU (causal-aware)", "train loss", "status", "peak memory"),
@@ -220,9 +227,7 @@ def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(report
     assert len({column.rank for column in ranked[1:]}) == len(ranked) - 1  # which one goes first is told for each
 
 
-def test_csv_holds_every_figure_unrounded_and_nothing_that_a_spreadsheet_would_run(
-    burst, runs_dir: Path, tmp_path: Path
-) -> None:
+def test_csv_has_unrounded_figures_without_formulas(burst, runs_dir: Path, tmp_path: Path) -> None:
     run = RunFolder(runs_dir / "tiny/20260102-000000-bbbbbb")
     run.write_summary({"attention_preset": "=cmd()", "model": "-1+1\x1b[2J", "+": 1, "final_train_loss": -0.5})
     file = tmp_path / "r.csv"
@@ -235,21 +240,22 @@ def test_csv_holds_every_figure_unrounded_and_nothing_that_a_spreadsheet_would_r
     assert told == ["'=cmd()", "'-1+1", "1", "-0.5"]
 
 
-def test_what_is_missing_is_no_zero_and_no_table_of_dashes_and_hostile_text_is_text(burst, runs_dir: Path) -> None:
+def test_hostile_text_is_printed_as_text(burst, runs_dir: Path) -> None:
     run = RunFolder(runs_dir / "tiny/20260101-000000-aaaaaa")
     quartiles = {"step_time_s": 0.25, "step_time_s_p25": 0.24, "step_time_s_p75": None}
     run.write_summary({**quartiles, "attention_preset": "[red]x[/red]\x1b[2J|", "steps": 1})
     output = burst("report", "aaaaaa").out
     assert ("250 ms  " in output, "[red]x[/red]|" in output, "\x1b" in output) == (True, True, False)
+
+
+def test_missing_figures_have_no_columns(burst, runs_dir: Path) -> None:
     make_run(runs_dir, "tiny/20260105-000000-eeeeee", steps=0, final="cancelled")
     output = burst("report", "eeeeee").out
     assert ("cancelled" in output, "MFU (full attention)  " in output) == (True, False)
     assert "–" not in output.partition("tokens/s and step time")[0]
 
 
-def test_narrow_table_of_many_runs_keeps_speed_loss_and_mfu_and_says_that_there_is_more(
-    burst, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_report_has_the_main_figures(burst, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in range(5):
         make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-aaaaaa")
     for width in (60, 100):

@@ -178,17 +178,22 @@ def test_what_weakens_a_comparison_is_said(compared, tmp_path: Path) -> None:
     assert figure(found, "tokens_per_s_per_device")["verdict"] == "too few steps to tell"
 
 
-def test_the_newest_of_an_experiment_is_meant_and_shares_of_two_peaks_are_not_compared(burst, two_runs: Path) -> None:
+def test_an_experiment_stands_for_its_newest_run(burst, two_runs: Path) -> None:
     make_run(two_runs, "small/20260101-000000-cccccc", peak_flops_per_device=2e12)
     document = json.loads(burst("report", "--json", "--compare", "small", "tiny").out)
     found = document["comparison"]
     assert found["b"] == "tiny/20260102-000000-bbbbbb"
     assert [run["run_id"][-6:] for run in document["runs"]] == ["cccccc", "bbbbbb"]
+
+
+def test_mfu_against_different_peaks_is_not_compared(burst, two_runs: Path) -> None:
+    make_run(two_runs, "small/20260101-000000-cccccc", peak_flops_per_device=2e12)
+    found = json.loads(burst("report", "--json", "--compare", "small", "tiny").out)["comparison"]
     assert [one["metric"] for one in found["differences"] if "mfu" in one["metric"]] == []
     assert found["warnings"][-1].startswith("MFU is against different peaks, 2 TFLOP/s and 1 TFLOP/s per device, so it")
 
 
-def test_comparison_is_in_table_and_page(burst, two_runs: Path, tmp_path: Path) -> None:
+def test_comparison_is_in_every_form_of_a_report(burst, two_runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     assert burst("report", "--compare", "aaaaaa", "bbbbbb", "--output", str(page)).code == 0
     shown, drawn = burst("report", "--compare", "aaaaaa", "bbbbbb").out, page.read_text(encoding="utf-8")

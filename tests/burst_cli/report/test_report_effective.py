@@ -38,7 +38,7 @@ def record(folder: Path, steps: range, events: list[tuple[float, dict[str, Any]]
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def test_one_attempt_is_start_up_steps_evaluation_and_waits_for_checkpoints(tmp_path: Path) -> None:
+def test_time_of_one_attempt_is_divided_by_activity(tmp_path: Path) -> None:
     run = write(tmp_path / "r", [("planned", 0), ("starting", 5), ("running", 10), ("completed", 40)])
     phases = [(10, "build model"), (15, "train"), (30, "evaluate"), (36, "train")]
     record(run.path, range(1, 13), [(seconds, {"phase": phase}) for seconds, phase in phases])
@@ -47,6 +47,9 @@ def test_one_attempt_is_start_up_steps_evaluation_and_waits_for_checkpoints(tmp_
         **{"start_up_s": 10.0, "evaluation_s": 6.0, "checkpoint_stall_s": 0.0, "lost_work_s": 0.0, "restart_s": 0.0},
         "other_s": 7.0,
     }
+
+
+def test_checkpoint_stalls_count_their_phases(tmp_path: Path) -> None:
     # Training stands for checkpoints in their phases, and as long as they say.
     run = write(tmp_path / "saving", [("starting", 0), ("completed", 30)])
     saved = (20, {"kind": "checkpoint", "stall_s": 0.5})
@@ -55,7 +58,7 @@ def test_one_attempt_is_start_up_steps_evaluation_and_waits_for_checkpoints(tmp_
     assert effective_time(run)["checkpoint_stall_s"] == 2.5
 
 
-def test_steps_made_twice_are_lost_and_the_way_back_is_restart(burst, tmp_path: Path) -> None:
+def test_repeated_steps_are_lost_work(burst, tmp_path: Path) -> None:
     history = [("planned", 0), ("starting", 0), ("failed", 30), ("starting", 50), ("completed", 100)]
     run = write(tmp_path / "runs/tiny/20260101-000000-aaaaaa", history, attempt=2)
     record(run.path / "attempts/1", range(1, 21), [(5, {"phase": "train"})])
@@ -85,7 +88,7 @@ def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path:
     }
 
 
-def test_damaged_history_is_unknown_and_a_run_that_never_started_has_no_time(tmp_path: Path) -> None:
+def test_effective_time_without_history_is_unknown(tmp_path: Path) -> None:
     for document in ["{", "{}", '{"state": "completed"}', '{"state": "failed", "history": [3]}', PLANNED]:
         (tmp_path / "run.json").write_text(document)
         assert set(effective_time(RunFolder(tmp_path)).values()) == {None}
@@ -94,7 +97,7 @@ def test_damaged_history_is_unknown_and_a_run_that_never_started_has_no_time(tmp
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
 
 
-def test_damaged_lines_are_left_out_and_the_later_row_of_a_step_counts(tmp_path: Path) -> None:
+def test_metric_rows_skip_damaged_lines(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         '{"step": 2, "loss": 1}\nnope\n[1]\n{"step": "3"}\n{"step": 1, "loss": NaN}\n{"step": 2, "loss": 5}\n{"st'

@@ -52,7 +52,7 @@ def changed(run: RunFolder, **summary: Any) -> RunFolder:
     return run
 
 
-def test_table_page_and_document_show_what_was_evaluated(burst, evaluation: RunFolder, tmp_path: Path) -> None:
+def test_evaluations_are_in_every_form_of_a_report(burst, evaluation: RunFolder, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     (run,) = json.loads(burst("report", "tiny-eval", "--json", "--output", str(page)).out)["runs"]
     assert (run["final_needle_by_depth"], run["tokens_per_s"]) == (DEPTHS, None)
@@ -75,11 +75,14 @@ def test_table_page_and_document_show_what_was_evaluated(burst, evaluation: RunF
     assert "needle" not in burst("report", "tiny").out
 
 
-def test_start_up_ends_where_evaluation_begins_and_damaged_tables_are_shown(burst, evaluation: RunFolder) -> None:
+def test_damaged_tables_of_evaluations_are_shown(burst, evaluation: RunFolder) -> None:
     odd = [{"depth": "<b>", "gain": "x"}], [{"depth": 0.5, "gain": None, "accuracy": None}]
     for table in (None, [], 7, "text", [3], [{}], *odd):
         changed(evaluation, final_needle_by_depth=table, evaluated_step=table)
         assert "tiny-eval/20260101-000001-000001" in burst("report", "000001").out
+
+
+def test_start_up_ends_where_evaluation_begins(evaluation: RunFolder) -> None:
     begin = evaluation.read_state()["history"][1]["at"]
     events = [{"at": begin, "kind": "phase", "phase": phase} for phase in ("restore", "evaluate")]
     (evaluation.path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

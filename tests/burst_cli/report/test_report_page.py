@@ -104,16 +104,25 @@ def test_page_has_every_section_once(page_of, methods_dir: Path) -> None:
     assert any("prefers-color-scheme: dark" in text for text in page.of("style"))
 
 
-def test_one_run_has_curves_and_a_flag_above_the_peak_and_warnings_come_first(page_of, tmp_path: Path) -> None:
+def test_a_figure_above_the_peak_is_flagged(page_of, tmp_path: Path) -> None:
     for figure in ("mfu", "hfu"):
         make_run(tmp_path / figure, "tiny/20260101-000001-aaaaaa", **{figure: 1.2})
         page = page_of(tmp_path / figure)
         assert page.of("figcaption") == ["Training loss", "Step time (s)"]
         assert ("120% !" in page.of("td"), any("cannot be" in text for text in page.of("p"))) == (True, True)
+
+
+def test_page_begins_with_warnings(page_of, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"  # warnings come first
     (folder / "tiny/20260101-000000-aaaaaa").mkdir(parents=True)
     (folder / "tiny/20260101-000000-aaaaaa/run.json").write_text("{")
     assert page_of(folder).of("summary")[0] == "2 warnings"
+
+
+def test_heading_names_the_experiments(page_of, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    (folder / "tiny/20260101-000000-aaaaaa").mkdir(parents=True)
+    (folder / "tiny/20260101-000000-aaaaaa/run.json").write_text("{")
     assert page_of(tmp_path / "nothing").of("h1") == ["burst report: no runs"]
     for exp, heading in (("a", "a, tiny"), ("b", "a, b, tiny"), ("c", "a, b, c and 1 more")):
         make_run(folder, f"{exp}/2025010{ord(exp) - 96}-000000-aaaaaa", steps=0)
@@ -126,7 +135,7 @@ def headings_of(page: Structure) -> list[str]:
     return heads[: next(i for i, head in enumerate(heads) if "/" in head and head[-6:].isalnum() and "-" in head)]
 
 
-def test_speed_mfu_and_losses_are_the_first_figures_of_a_table(page_of, methods_dir: Path) -> None:
+def test_main_figures_come_first_in_a_table(page_of, methods_dir: Path) -> None:
     headings = headings_of(page_of(methods_dir))
     figures = headings[headings.index("steps") + 1 :]
     assert figures[:3] == ["tokens/s/device", "MFU (causal-aware)", "train loss"], headings
@@ -180,7 +189,7 @@ def hostile(value: object) -> object:
     return _HOSTILE if isinstance(value, str) else value
 
 
-def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir: Path, tmp_path: Path) -> None:
+def test_page_is_written_without_matplotlib(methods_dir: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['matplotlib'] = None; from burst_cli.app import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "report", "--runs-dir", str(methods_dir), "--output", f"{tmp_path}/r.html"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -209,7 +218,7 @@ def test_many_runs_take_no_longer_each_than_few(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.csv"])
-def test_output_replaces_its_own_kind_alone_and_stands_beside_the_document(methods, tmp_path: Path, name: str) -> None:
+def test_output_replaces_reports_only(methods, tmp_path: Path, name: str) -> None:
     file = tmp_path / "new" / name
     assert [methods("000001", "--output", str(file)).code for _ in range(2)] == [0, 0]
     document = json.loads(methods("--json", "--output", str(file)).out)

@@ -46,7 +46,7 @@ def shown(runs_dir: Path) -> dict[str, Panel]:
     return {panel.y_label: panel for panel in group_panels(records, style_numbers(found.groups))}
 
 
-def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(tmp_path: Path) -> None:
+def test_equal_runs_are_one_point_with_the_widest_quartiles(tmp_path: Path) -> None:
     for place, (preset, seq_len, speed) in enumerate([("ring", 512, 1000), ("ring", 1024, 500), ("burst", 512, 2000)]):
         add_run(tmp_path, place, preset, seq_len, speed)
     add_run(tmp_path, 10, "burst", 512, 4000.0, **{f"tokens_per_s_per_device_p{end}": end * 60.0 for end in (25, 75)})
@@ -65,12 +65,15 @@ def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(t
     )
 
 
-def test_utilisations_of_two_peaks_stand_in_no_picture_and_predictions_beside_measurements(tmp_path: Path) -> None:
+def test_utilisations_of_different_peaks_are_not_drawn(tmp_path: Path) -> None:
     add_run(tmp_path, 0, "ring", 512, 1000)
     add_run(tmp_path, 1, "burst", 512, 1000, peak_flops_per_device=1.01e12)
     assert list(shown(tmp_path)) == ["tokens/s per device", "MFU, causal-aware (%)", "peak memory (GiB)"]
     add_run(tmp_path, 2, "burst", 512, 1000, peak_flops_per_device=1.02e12)
     assert list(shown(tmp_path)) == ["tokens/s per device", "peak memory (GiB)"]
+
+
+def test_memory_predictions_are_drawn_against_measurements(tmp_path: Path) -> None:
     on_cpu = {"peak_tensor_bytes": GIB / 2, "peak_memory_bytes": 8 * GIB}  # there live tensors are what is predicted
     for place, (preset, measured) in enumerate([("ring", on_cpu), ("burst", {"peak_memory_bytes": 2 * GIB})]):
         add_run(tmp_path / "predicted", place, preset, 512, 1000, predicted_peak_bytes=GIB, **measured)
@@ -82,7 +85,7 @@ def test_utilisations_of_two_peaks_stand_in_no_picture_and_predictions_beside_me
     )
 
 
-def test_curves_are_of_the_newest_run_of_each_configuration_and_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
+def test_curves_are_of_the_newest_run_of_each_configuration(tmp_path: Path) -> None:
     for place, power in enumerate((*range(7), 1), 1):
         add_run(tmp_path, place, "ring", 512 << power, 1000, steps=161 if place == 8 else 2)
     add_run(tmp_path, 11, "burst", 512, 1000, steps=1)  # a point is no curve
@@ -116,7 +119,7 @@ def test_a_sweep_over_learning_rates_has_a_curve_per_rate(tmp_path: Path) -> Non
     assert [record["differs"] for record in records] == [f"learning_rate={rate:g}" for rate in rates]
 
 
-def test_runs_on_different_data_share_no_group_and_no_speed_curve(tmp_path: Path) -> None:
+def test_runs_on_different_data_are_in_different_groups(tmp_path: Path) -> None:
     for place, paths in enumerate([("a.txt",), ("b.txt",), ("a.txt",)]):
         config = replace(variant("ring", 512 << place), data=DataConfig(format="text", paths=paths))
         make_run(tmp_path, f"tiny/20260101-00000{place}-{place:06x}", config=config)

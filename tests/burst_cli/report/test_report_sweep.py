@@ -45,7 +45,7 @@ def write(runs_dir: Path, name: str, document: dict[str, Any]) -> None:
     (folder / "sweep.json").write_text(json.dumps({"format": 1, **document}))
 
 
-def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(burst, runs_dir: Path, tmp_path: Path) -> None:
+def test_every_cell_of_a_sweep_is_in_the_report(burst, runs_dir: Path, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     document = json.loads(burst("report", "--sweep", "12ab", "--json", "--output", str(page)).out)
     states = ["completed", "completed", "oom", "pending", "oom", "pending"]
@@ -63,7 +63,7 @@ def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(burst, runs_di
     assert [words for words in lost if words not in html] == []
 
 
-def test_sweeps_that_cannot_be_shown_are_named_and_damaged_cells_shown_as_far_as_they_go(burst, runs_dir: Path) -> None:
+def test_damaged_sweeps_are_errors(burst, runs_dir: Path) -> None:
     write(runs_dir, "lx", {"cells": []})
     write(runs_dir, "none", {"cells": "many"})
     write(runs_dir, "odd", {"cells": [{}, 7]})
@@ -79,5 +79,8 @@ def test_sweeps_that_cannot_be_shown_are_named_and_damaged_cells_shown_as_far_as
     ]:
         result = burst("report", "--sweep", *words)
         assert (result.code, said in result.err) == (2, True)
+
+
+def test_damaged_cells_are_shown(burst, runs_dir: Path) -> None:
     write(runs_dir, "cells", {"cells": [{"id": None, "facts": [], "state": 3, "run_path": ["x"], "result": "y"}]})
     assert "cell None" in burst("report", "--sweep", "cells").out

@@ -16,7 +16,7 @@ from burst_cli.runs.cancel import Cancelled
 from cluster.control.attempt import RunState
 
 
-def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
+def test_cancel_ends_the_run_with_its_controller(burst, root: Path) -> None:
     with LivingRun(root, "wait") as living:
         living.wait_steps()
         result, name = burst("cancel"), f"tiny/{living.run.run_id}"

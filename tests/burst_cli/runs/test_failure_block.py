@@ -21,7 +21,7 @@ NAME = "tiny/20260101-000000-abcdef"
 RUN = RunFolder(Path("/runs") / NAME)
 MEMORY = {
     **{"where": "device", "device": "cuda:1", "peak_bytes": 75 * GIB},
-    **{"peak_source": "CUDA caching allocator, peak of this step", "asked_bytes": 6 * GIB},
+    **{"peak_source": "CUDA caching allocator, peak of this step", "requested_bytes": 6 * GIB},
     **{"capacity_bytes": 80 * GIB, "predicted_peak_bytes": 78 * GIB},
 }
 
@@ -31,7 +31,7 @@ def block(**facts: Any) -> str:
     return failure_block(RUN, Failure(**{**given, **facts})).plain
 
 
-def test_block_has_place_memory_and_the_recorded_advice() -> None:
+def test_block_of_an_out_of_memory_failure() -> None:
     assert block(phase="backward", memory=MEMORY, advice="Use less.") == (
         "OOM tiny/20260101-000000-abcdef: rank 3 on node1, step 7, phase backward\n"
         "  OutOfMemoryError: full\n"
@@ -39,7 +39,7 @@ def test_block_has_place_memory_and_the_recorded_advice() -> None:
         "predicted peak 78 GiB\n"
         "  what to do: Use less."
     )
-    unknown = dict.fromkeys(("asked_bytes", "capacity_bytes", "predicted_peak_bytes", "peak_bytes"))
+    unknown = dict.fromkeys(("requested_bytes", "capacity_bytes", "predicted_peak_bytes", "peak_bytes"))
     line = "memory: cuda:1: peak – (CUDA caching allocator, peak of this step)\n"
     assert block(memory={**MEMORY, **unknown}).endswith(line)
     failure = Failure("oom", "T", "full", details=("why",), checkpoint="/c", advice="Use less.")
@@ -48,7 +48,7 @@ def test_block_has_place_memory_and_the_recorded_advice() -> None:
     ]
 
 
-def test_hang_shows_where_the_rank_is_its_stacks_and_no_log() -> None:
+def test_block_of_a_hang_has_stacks() -> None:
     details = ("File train.py, line 3 in step\x1b[31m", "File [bold]x[/bold]")
     told = {"message": "no step for 31 s", "phase": "forward", "details": details, "advice": "Read it."}
     assert block(kind="hang", log="/l/rank0003.log", stacks="/l/rank0003.stacks", **told).splitlines() == [
@@ -61,12 +61,20 @@ def test_hang_shows_where_the_rank_is_its_stacks_and_no_log() -> None:
     ]
 
 
-def test_lost_node_is_the_place_and_a_log_may_be_empty(tmp_path: Path) -> None:
+def test_block_of_a_lost_node_names_it() -> None:
     nowhere = {"rank": None, "host": None, "step": None}
     text = block(kind="node_lost", message="nothing was heard of it", **{**nowhere, "host": "node2"})
     assert text == f"FAILED {NAME}: on node2\n  nothing was heard of it\n"
+
+
+def test_block_of_other_failures_has_no_position() -> None:
+    nowhere = {"rank": None, "host": None, "step": None}
     for kind in ("config", "user", "start", "hang", "node_lost", "port"):  # they explain themselves
         assert block(kind=kind, message="", log="/l/no.log", **nowhere) == f"FAILED {NAME}\n  (no message)\n"
+
+
+def test_block_has_the_end_of_the_log(tmp_path: Path) -> None:
+    nowhere = {"rank": None, "host": None, "step": None}
     told = f"FAILED {NAME}: rank 3 on node1, after step 7\n  OutOfMemoryError: full\n"
     assert block(kind="signal", log="/l/no.log") == f"{told}  log /l/no.log (empty)\n"
     assert "after step 7, phase train\n" in block(phase="train", signal="SIGKILL")  # the last step that is known

@@ -113,7 +113,7 @@ def test_node_that_is_not_well_stands_out_above_the_others() -> None:
         assert [len(row.nodes) for row in others] == [63]
 
 
-def test_silence_of_a_run_and_ranks_that_have_ended_well_are_no_news() -> None:
+def test_an_ended_run_has_no_notes() -> None:
     ended = status("tb1", phase="ended", outcome={"cause": "exit", "exit_code": 0}, heard_s=5000.0)
     stopped = status("tb2", health=health(ranks={"0": {"state": "T"}}), heard_s=5000.0)
     rows = node_rows([ended, stopped], RunFacts(), straggler=0, is_over=True)
@@ -130,7 +130,7 @@ def test_silence_of_a_run_and_ranks_that_have_ended_well_are_no_news() -> None:
         assert node_rows([over], RunFacts())[0].notes == notes
 
 
-def test_a_table_of_nodes_tells_how_they_are_by_words_and_colours() -> None:
+def test_table_of_nodes_shows_their_state() -> None:
     names = [f"rack-{number}-left" for number in (1, 5, 9)]
     statuses = [
         *(status(name, health=health(load1=load)) for name, load in zip(names, (1.0, 2.0, 3.0), strict=True)),
@@ -162,7 +162,7 @@ def step(run: RunFolder, number: int, **more: Any) -> None:
     run.append_metrics({"step": number, "loss": 2.5, "step_time_s": 2.0, "tokens_per_s": 12_345.0, "mfu": 0.25, **more})
 
 
-def test_progress_is_phase_step_and_the_median_step_times_the_steps_left(bare: RunFolder) -> None:
+def test_progress_estimates_the_remaining_time(bare: RunFolder) -> None:
     progress = RunProgress(bare, 10)
     assert progress.phase == "starting the ranks"
     bare.append_event("phase", phase="build model")
@@ -214,9 +214,7 @@ def test_one_who_joins_late_knows_how_long_it_has_been_silent(bare: RunFolder) -
         (7, 60.0, False),  # minutes, and not always the same rank
     ],
 )
-def test_a_straggler_is_late_again_and_again_and_by_seconds_that_matter(
-    bare: RunFolder, late_steps: int, lost_s: float, *, is_named: bool
-) -> None:
+def test_a_straggler_is_late_repeatedly(bare: RunFolder, late_steps: int, lost_s: float, *, is_named: bool) -> None:
     progress = RunProgress(bare, 200)
     for number in range(1, 11):
         least = 0.5 * (number % 2)
@@ -260,7 +258,7 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def test_plain_view_prints_figures_every_few_seconds_and_at_the_end(bare: RunFolder) -> None:
+def test_plain_view_prints_figures_every_few_seconds(bare: RunFolder) -> None:
     clock, target = Clock(0.0), console()
     view = PlainView(target, RunProgress(bare, 4, clock))
     for number in (1, 2, 3):
@@ -277,7 +275,7 @@ def test_plain_view_prints_figures_every_few_seconds_and_at_the_end(bare: RunFol
     assert lines[-1].endswith("left 0:00  validation loss 2.0000  bits/byte 1.5000")
 
 
-def test_plain_view_tells_phases_warnings_stops_and_evaluations_without_escapes(bare: RunFolder) -> None:
+def test_plain_view_prints_events_without_escapes(bare: RunFolder) -> None:
     target = console(width=40)
     view = PlainView(target, RunProgress(bare, 40))
     bare.append_event("phase", phase="build\x1b[31m model")
@@ -297,7 +295,7 @@ def test_plain_view_tells_phases_warnings_stops_and_evaluations_without_escapes(
     ]
 
 
-def test_a_log_has_the_time_of_every_line_and_figures_once_a_minute(bare: RunFolder) -> None:
+def test_lines_of_a_log_have_times(bare: RunFolder) -> None:
     clock, target = Clock(), console()
     view = PlainView(target, RunProgress(bare, 9, clock), is_log=True)
     for number in (1, 2, 3):
@@ -333,7 +331,7 @@ def test_plain_lines_tell_changes_of_nodes_once(bare: RunFolder) -> None:
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def test_live_view_redraws_its_block_and_says_warnings_and_notes_above(bare: RunFolder) -> None:
+def test_live_view_prints_warnings_above_its_block(bare: RunFolder) -> None:
     target = console(terminal=True)
     step(bare, 3, loss=2.0)
     bare.append_event("warning", message="clocks are odd")
@@ -388,7 +386,7 @@ def test_live_view_redraws_its_block_and_says_warnings_and_notes_above(bare: Run
         ),
     ],
 )
-def test_a_block_has_what_matters_most_first_and_fits_the_width(tmp_path: Path, width: int, lines: list[str]) -> None:
+def test_the_live_block_fits_the_width(tmp_path: Path, width: int, lines: list[str]) -> None:
     run, clock = make_run(tmp_path, nodes={"tb1": 2, "tb2": 2, "tb3": 2}), Clock()
     figures = {"tokens_per_s": 9000.0, "tokens_per_s_per_device": 7716.0, "peak_memory_bytes": 2**30}
     for number in range(1, 11):

@@ -38,7 +38,7 @@ RESUME = f"burst resume {ID}"
 FOLLOW_OR_STOP = [f"burst logs -f {ID}", f"burst cancel {ID}"]
 
 
-def test_exit_code_and_what_to_type_follow_the_state(burst, root: Path) -> None:
+def test_exit_code_follows_the_state(burst, root: Path) -> None:
     for state, code, commands in [
         ("planned", 0, [RESUME]),
         ("starting", 0, FOLLOW_OR_STOP),
@@ -104,7 +104,7 @@ def test_everything_a_person_asks_for_is_there(
     ]
 
 
-def test_the_document_has_all_of_it_and_nodes_in_the_order_of_the_plan(burst, busy: RunFolder) -> None:
+def test_document_of_status(burst, busy: RunFolder) -> None:
     busy.record(detached=True)
     with controlling(busy):
         document = status_of(burst)
@@ -134,7 +134,7 @@ def test_the_document_has_all_of_it_and_nodes_in_the_order_of_the_plan(burst, bu
     }
 
 
-def test_failed_run_shows_who_failed_its_last_words_and_what_to_do(burst, root: Path) -> None:
+def test_status_of_a_failed_run_shows_the_failure(burst, root: Path) -> None:
     failure = {
         **{"kind": "exception", "type": "ValueError", "message": "no head"},
         **{"rank": 1, "host": "tb1", "advice": "read on"},
@@ -224,7 +224,7 @@ def test_nonsense_from_a_node_harms_nobody(burst, root: Path) -> None:
     assert (status.phase, status.health) == ("running", None)
 
 
-def test_a_node_that_does_not_answer_is_as_its_files_say_and_why_it_is_mute() -> None:
+def test_status_of_an_unreachable_node_is_read_from_files() -> None:
     read = [NodeStatus(name, "running", health=health(), heard_s=7.0) for name in ("tb1", "tb2", "tb3", "tb4", "tb5")]
     mute = [NodeStatus("tb2", problem="no route"), NodeStatus("tb3", "lost", problem="no route")]
     told = [
@@ -262,6 +262,13 @@ def test_what_a_run_was_asked_to_do_is_in_its_plan_or_else_in_its_configuration(
         assert read_table(tmp_path / "large.json") == found
 
 
+def test_the_resolved_preset_is_shown_in_place_of_auto(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "exp" / ID, {"config.yaml": "attention: {preset: auto}"}, world_size=2)
+    assert read_facts(run).preset == "auto", "nothing is resolved yet"
+    (run.path / "resolved.json").write_text('{"run": {"method": {"preset": "ulysses"}}}')
+    assert read_facts(run).preset == "ulysses"
+
+
 @pytest.mark.parametrize("width", ["40", "80"])
 def test_it_fits_the_terminal(burst, root: Path, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
     run = make_run(root, nodes={f"tb{number}": 2 for number in range(64)}, steps=10)
@@ -273,16 +280,14 @@ def test_it_fits_the_terminal(burst, root: Path, monkeypatch: pytest.MonkeyPatch
     assert len(lines) < 20
 
 
-def test_watch_ends_with_the_run_and_is_no_document(burst, root: Path) -> None:
+def test_watch_ends_with_the_run(burst, root: Path) -> None:
     make_run(root, state="cancelled", steps=3)
     result = burst("status", "--watch", "--plain")
     assert (result.code, "step 3/200" in result.err, "cancelled" in result.out) == (130, True, True)
     assert burst("status", "-w", "--json").code == 2
 
 
-def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_its_ranks_ended(
-    burst, tmp_path: Path
-) -> None:
+def test_status_follows_a_run_without_its_controller(burst, tmp_path: Path) -> None:
     with LivingRun(tmp_path / "runs", "wait") as living:
         living.wait_steps()
         led = status_of(burst)

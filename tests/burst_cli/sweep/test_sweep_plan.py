@@ -100,15 +100,19 @@ def test_a_name_that_no_folder_can_have_is_refused(burst: Burst) -> None:
     assert (illegal.code, "2 of 2 cells cannot run" in illegal.err) == (2, True)
 
 
-def test_plan_judges_every_cell_before_any_runs_and_equal_configurations_are_one() -> None:
+def test_every_cell_is_judged_before_any_runs() -> None:
     legal, odd, long = plan_of("512", "0512", "513", "8192").cells
     assert (legal.problems, legal.short_of_memory, legal.estimate) == ((), None, Estimate(512.0, 4, "a guess"))
     assert (odd.problems, long.short_of_memory) == (("train.seq_len=513 is odd",), "does not fit")
+
+
+def test_recorded_memory_shortages_are_reused() -> None:
+    legal, _, long = plan_of("512", "0512", "513", "8192").cells
     again = plan_of("512", "8192", recorded=lambda sweep_id: {legal.cell_id: "no room", long.cell_id: None})
     assert [cell.short_of_memory for cell in again.cells] == ["no room", None]  # as an earlier command found
 
 
-def test_illegal_cells_are_refused_with_every_reason_once_and_skipped_only_beside_legal_ones() -> None:
+def test_illegal_cells_are_refused_with_every_reason_once() -> None:
     plan = plan_of("512", "513", "514", "516", attention=("a", "nonsense", "b", "c"))
     with pytest.raises(ConfigError) as refused:
         check_legal(plan, skip_illegal=False)
@@ -119,13 +123,17 @@ def test_illegal_cells_are_refused_with_every_reason_once_and_skipped_only_besid
         f"train.seq_len=513 is odd  [{', '.join(f'train.seq_len=513 attention={one}' for one in 'abc')}]",
     ]
     assert "7 of 16 cells cannot run" in last
+
+
+def test_illegal_cells_are_skipped_beside_legal_ones_only() -> None:
+    plan = plan_of("512", "513", "514", "516", attention=("a", "nonsense", "b", "c"))
     check_legal(plan, skip_illegal=True)
     with pytest.raises(ConfigError):
         check_legal(plan_of("511", "513"), skip_illegal=True)
 
 
 @given(st.permutations(["512", "1024", "2048"]))
-def test_ids_depend_on_the_cells_and_the_name_but_not_on_the_order_of_values(values: list[str]) -> None:
+def test_ids_do_not_depend_on_the_order_of_values(values: list[str]) -> None:
     plan, other = plan_of(*values), plan_of(*sorted(values))
     assert plan.sweep_id == other.sweep_id
     assert (len(plan.sweep_id), {len(cell.cell_id) for cell in plan.cells}) == (8, {10})
@@ -142,7 +150,7 @@ CONFIG = RunConfig(
 )
 
 
-def test_a_cell_takes_its_predicted_steps_where_its_ranks_and_its_method_are_known() -> None:
+def test_a_cell_of_known_ranks_has_a_predicted_duration() -> None:
     run = MemoryPlanner().resolve(CONFIG)
     step = MemoryPlanner().predict_time(run)
     assert step is not None

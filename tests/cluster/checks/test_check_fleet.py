@@ -18,7 +18,7 @@ from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError
+from cluster.survey.section import NotApplicableError
 from cluster.testbed.faults import set_fault
 from cluster.testbed.status import read_status
 from engine.config.cluster import ClusterConfig
@@ -116,7 +116,7 @@ def check_nothing(*_: object) -> list[Finding]:
 
 
 def absent(*_: object) -> Any:
-    raise AbsentError("none here")
+    raise NotApplicableError("none here")
 
 
 @pytest.mark.parametrize(

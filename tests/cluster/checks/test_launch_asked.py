@@ -20,24 +20,24 @@ from testkit.fake_plan import run_config
 
 from cluster.agent import survey
 from cluster.agent.survey import find_data, find_disk, find_room, has_checkpoint, network_source, unfinished_bytes
-from cluster.checks.launch import Offer, launch_group, read_offer
+from cluster.checks.launch import NodeResources, launch_group, read_resources
 from cluster.survey.facts import NodeFacts, survey_node
 from engine.data.sources import list_files
 from engine.pretrained.folder import TOKENIZER_FILE, VOCABULARY_FILES
 from engine.runs.checkpoints import CheckpointError, find_source, recover
 
-Ask = Callable[..., Offer]
+Ask = Callable[..., NodeResources]
 
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
     """What this machine offers as node n1, its home in `tmp_path`."""
 
-    def run(data: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **cluster: Any) -> Offer:
+    def run(data: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **cluster: Any) -> NodeResources:
         config = run_config(cluster=cluster, data=data or {}, train=train or {})
         with LocalConnection("n1", {"HOME": str(tmp_path)}) as connection:
             probe = survey_node(connection, launch_group(config).questions[-1:])
-        return read_offer(NodeFacts(probe, config.cluster))
+        return read_resources(NodeFacts(probe, config.cluster))
 
     return run
 

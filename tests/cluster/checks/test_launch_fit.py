@@ -24,7 +24,7 @@ from cluster.checks.launch import (
     launch_checks,
     launch_group,
     needed_modules,
-    read_offer,
+    read_resources,
 )
 from cluster.checks.run import EXPLANATIONS as SSH
 from cluster.checks.run import CheckOptions
@@ -97,7 +97,7 @@ def test_healthy_nodes_have_no_problem() -> None:
                   fit(*[node(profile="h100x8")] * 2, config=NCCL, health=True)):  # fmt: skip
         assert whole.warnings == ()
     (first, *_), (inside,) = whole.nodes, fit(node(), config=DOCKER).nodes
-    assert read_node(first) == SshNode(first, read_offer(first), "/usr/bin/python3", (H100,) * 8)
+    assert read_node(first) == SshNode(first, read_resources(first), "/usr/bin/python3", (H100,) * 8)
     assert (read_node(inside).python, read_node(inside).gpus) == ("", ())
     (odd,) = fit(node("product_name=N/A", "fb_memory_usage>total=N/A", profile="h100x8"), config=GLOO).nodes
     assert read_node(odd).gpus == (Gpu("", 0), *[H100] * 7)
@@ -281,7 +281,7 @@ ODD = (
 @given(key=st.sampled_from(sorted(OFFER)), value=ODD | st.dictionaries(st.sampled_from(["n1", "path"]), ODD))
 def test_an_answer_that_lies_is_an_offer_or_unreadable(key: str, value: Any) -> None:
     try:
-        found = read_offer(offer({**OFFER, key: value}))
+        found = read_resources(offer({**OFFER, key: value}))
     except UnreadableError:
         return
     assert "\x1b" not in repr(found)
@@ -291,7 +291,7 @@ def test_an_answer_that_lies_is_an_offer_or_unreadable(key: str, value: Any) -> 
 @pytest.mark.parametrize("home", ["relative", "/home/../etc", "/a\nb", 7])
 def test_a_path_that_would_leave_its_folder_is_no_answer(home: object) -> None:
     with pytest.raises(UnreadableError, match="no absolute path"):
-        read_offer(offer({**OFFER, "home": home}))
+        read_resources(offer({**OFFER, "home": home}))
 
 
 PART = checkpoint_bytes(RunConfig()) // 2  # of each of two nodes

@@ -19,7 +19,7 @@ from testkit.waiting import wait_for
 
 from cluster.agent.code import check_code, install, install_code
 from cluster.agent.messages import code_id_of, code_path
-from cluster.code import CodeArchive, CodeError, CodePlace, build_archive, code_place, upload_code
+from cluster.code import CodeArchive, CodeError, CodeFolder, build_archive, code_folder, upload_code
 from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig
 
@@ -41,8 +41,8 @@ def archive(sources: Path) -> CodeArchive:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> CodePlace:
-    return CodePlace(str(tmp_path / "node" / "code"), is_shared=False)
+def place(tmp_path: Path) -> CodeFolder:
+    return CodeFolder(str(tmp_path / "node" / "code"), is_shared=False)
 
 
 def connect(host: Host) -> LocalConnection:
@@ -53,7 +53,7 @@ def hosts(count: int = 1) -> list[Host]:
     return [Host(f"n{number}", "127.0.0.1") for number in range(1, count + 1)]
 
 
-def upload(archive: CodeArchive, place: CodePlace, count: int = 1) -> None:
+def upload(archive: CodeArchive, place: CodeFolder, count: int = 1) -> None:
     upload_code(hosts(count), archive, place, connect)
 
 
@@ -69,7 +69,7 @@ def test_equal_sources_give_equal_archives_whatever_their_dates(sources: Path, a
 
 
 def test_it_holds_what_ranks_import_which_is_all_that_they_need(tmp_path: Path) -> None:
-    place, archive = CodePlace(str(tmp_path / "code"), is_shared=False), build_archive()
+    place, archive = CodeFolder(str(tmp_path / "code"), is_shared=False), build_archive()
     names = zipfile.ZipFile(io.BytesIO(archive.data)).namelist()
     assert all(name.startswith("engine/") and name.endswith(".py") for name in names)
     upload(archive, place)
@@ -80,7 +80,7 @@ def test_it_holds_what_ranks_import_which_is_all_that_they_need(tmp_path: Path) 
     assert done.stdout.strip() == f"{code}/engine/train.py", done.stderr
 
 
-def test_code_is_installed_once_and_then_found(archive: CodeArchive, place: CodePlace) -> None:
+def test_code_is_installed_once_and_then_found(archive: CodeArchive, place: CodeFolder) -> None:
     code = Path(code_path(place.root, archive.code_id))
     assert check_code(f"{__file__}/x", archive.code_id) == f"{__file__}/x: Not a directory"
     assert check_code(str(code), archive.code_id) == "missing"
@@ -111,7 +111,7 @@ def link(code: Path) -> None:
     ids=["changed", "cut off", "linked", "writable"],
 )
 def test_damaged_code_is_never_used_and_is_repaired(
-    archive: CodeArchive, place: CodePlace, damage: Callable[[Path], object]
+    archive: CodeArchive, place: CodeFolder, damage: Callable[[Path], object]
 ) -> None:
     upload(archive, place)
     code = Path(code_path(place.root, archive.code_id))
@@ -122,7 +122,7 @@ def test_damaged_code_is_never_used_and_is_repaired(
     assert code.read_bytes() == archive.data
 
 
-def test_an_archive_that_does_not_arrive_whole_is_refused(archive: CodeArchive, place: CodePlace) -> None:
+def test_an_archive_that_does_not_arrive_whole_is_refused(archive: CodeArchive, place: CodeFolder) -> None:
     for data in (archive.data[:-40], archive.data[:100], b"nonsense"):
         with pytest.raises(CodeError, match="n1: cannot lay the code of the ranks: the archive"):
             upload(dataclasses.replace(archive, data=data), place)
@@ -131,7 +131,7 @@ def test_an_archive_that_does_not_arrive_whole_is_refused(archive: CodeArchive, 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_many_that_bring_or_repair_it_at_once_leave_one_that_is_good(
-    archive: CodeArchive, place: CodePlace, is_damaged: bool
+    archive: CodeArchive, place: CodeFolder, is_damaged: bool
 ) -> None:
     code = code_path(place.root, archive.code_id)
     if is_damaged:
@@ -145,7 +145,7 @@ def test_many_that_bring_or_repair_it_at_once_leave_one_that_is_good(
 
 @pytest.mark.needs("root")
 def test_a_place_in_which_others_could_change_or_exchange_the_code_is_refused(
-    archive: CodeArchive, place: CodePlace
+    archive: CodeArchive, place: CodeFolder
 ) -> None:
     upload(archive, place)
     root, code = Path(place.root), code_path(place.root, archive.code_id)
@@ -171,7 +171,7 @@ def test_a_place_in_which_others_could_change_or_exchange_the_code_is_refused(
 def test_a_place_that_cannot_be_written_is_named_with_all_its_nodes(archive: CodeArchive, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CodeError, match=r"n\[1-3\]: cannot lay the code of the ranks: .*/file"):
-        upload(archive, CodePlace(str(tmp_path / "file" / "code"), is_shared=False), 3)
+        upload(archive, CodeFolder(str(tmp_path / "file" / "code"), is_shared=False), 3)
 
 
 def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
 def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
     archive: CodeArchive, tmp_path: Path
 ) -> None:
-    place = code_place(ClusterConfig(shared_folder=str(tmp_path)), "me")
-    assert place == CodePlace(f"{tmp_path}/.burst-me/code", is_shared=True)
-    assert code_place(ClusterConfig(node_folder="/n/"), "me") == CodePlace("/n/code", is_shared=False)
+    place = code_folder(ClusterConfig(shared_folder=str(tmp_path)), "me")
+    assert place == CodeFolder(f"{tmp_path}/.burst-me/code", is_shared=True)
+    assert code_folder(ClusterConfig(node_folder="/n/"), "me") == CodeFolder("/n/code", is_shared=False)
     upload(archive, place, 3)
     (code,) = Path(place.root).iterdir()
     assert check_code(str(code), archive.code_id) == "good"
@@ -220,7 +220,7 @@ def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
         return LocalConnection(host.name, {"HOME": str(tmp_path / host.name)})
 
     with pytest.raises(CodeError, match="n2: ~/code on it does not hold the code that the first node wrote"):
-        upload_code(hosts(2), archive, CodePlace("~/code", is_shared=True), own_home)
+        upload_code(hosts(2), archive, CodeFolder("~/code", is_shared=True), own_home)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def group_umask() -> Iterator[None]:
 def test_folders_of_shared_code_are_for_their_user_alone_whatever_the_umask(
     archive: CodeArchive, tmp_path: Path
 ) -> None:
-    place = code_place(ClusterConfig(shared_folder=str(tmp_path)), "me")
+    place = code_folder(ClusterConfig(shared_folder=str(tmp_path)), "me")
     upload(archive, place)
     modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in (".burst-me", ".burst-me/code")}
     assert modes == {".burst-me": 0o700, ".burst-me/code": 0o700}
@@ -244,13 +244,13 @@ def test_folders_of_shared_code_are_for_their_user_alone_whatever_the_umask(
 def test_shared_folder_of_ours_that_a_group_may_write_is_made_private(archive: CodeArchive, tmp_path: Path) -> None:
     (tmp_path / ".burst-me/code").mkdir(parents=True)
     (tmp_path / ".burst-me").chmod(0o775)
-    upload(archive, code_place(ClusterConfig(shared_folder=str(tmp_path)), "me"))
+    upload(archive, code_folder(ClusterConfig(shared_folder=str(tmp_path)), "me"))
     assert (tmp_path / ".burst-me").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("name", [".burst-me/checkpoints", ".burst-me"])
 def test_folder_for_checkpoints_that_is_another_users_is_refused(
-    archive: CodeArchive, place: CodePlace, tmp_path: Path, name: str
+    archive: CodeArchive, place: CodeFolder, tmp_path: Path, name: str
 ) -> None:
     wanted = tmp_path / ".burst-me/checkpoints"
     wanted.mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_folder_for_checkpoints_that_is_another_users_is_refused(
         upload_code(hosts(), archive, place, connect, private=[str(wanted)])
 
 
-def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodePlace, tmp_path: Path) -> None:
+def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodeFolder, tmp_path: Path) -> None:
     wanted = tmp_path / "cache" / "deep"
     for _ in range(2):
         upload_code(hosts(), archive, place, connect, {"n1": (str(wanted),)})

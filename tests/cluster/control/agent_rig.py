@@ -23,7 +23,7 @@ from testkit.waiting import WAIT_S, wait_for
 from cluster.agent.messages import READY, Message, MessageReader, Spec, pack
 from cluster.agent.serve import Agent
 from cluster.control.link import NodeLink
-from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.control.ssh_link import LinkTiming, NodeTask, SshLink
 from cluster.errors import SshError
 from cluster.ssh.hosts import Host
 from engine.runs.process import process_start
@@ -121,7 +121,7 @@ class FakeNode:
 
     def link(self, run: Path, timing: LinkTiming = FAST, **more: Any) -> SshLink:
         """A link over the wire."""
-        return SshLink(HOST, self.wire.connect, NodePlace(run, NODE, str(self.folder), lead=True), timing, **more)
+        return SshLink(HOST, self.wire.connect, NodeTask(run, NODE, str(self.folder), lead=True), timing, **more)
 
     def append(self, path: str, data: bytes) -> None:
         """More of a log."""
@@ -180,7 +180,7 @@ def closing(*links: SshLink) -> Iterator[None]:
 def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:
     """Return once what `spec` says has begun. Raises StartRefusedError."""
     link.start(spec)
-    status = wait_for(lambda: (seen := link.poll()) and (seen.is_begun or seen.refusal) and seen, "start", timeout_s)
+    status = wait_for(lambda: (seen := link.poll()) and (seen.has_started or seen.refusal) and seen, "start", timeout_s)
     if status.refusal is not None:
         raise status.refusal
 

@@ -14,7 +14,7 @@ from testkit.fake_run import Observer
 
 from cluster.agent.messages import Spec
 from cluster.control.attempt import StopRequests
-from cluster.control.controller import Manner, control
+from cluster.control.controller import ControlOptions, control
 from cluster.control.link import LaunchOutcome, LaunchTiming, NodeLink, NodeStatus, Phase, StartRefusedError
 from cluster.failure import Failure
 from cluster.launch.local import build_local_plan
@@ -43,7 +43,7 @@ class FakeLink(NodeLink):
     obeys_s: float | None = 0.2
     deaf: bool = False
     refusal: StartRefusedError | None = None
-    is_begun: bool = False
+    has_started: bool = False
     is_held: bool = False
     phase: Phase = "none"
     outcome: dict[str, Any] | None = None
@@ -71,8 +71,8 @@ class FakeLink(NodeLink):
 
     def let_go(self) -> None:
         """Answer to the start."""
-        self.is_held, self.is_begun = False, self.refusal is None
-        self.phase = "running" if self.is_begun else "none"
+        self.is_held, self.has_started = False, self.refusal is None
+        self.phase = "running" if self.has_started else "none"
 
     def follow(self) -> None:
         self.is_followed = True
@@ -89,7 +89,7 @@ class FakeLink(NodeLink):
             problem="timed out" if self.is_silent else None,
             clock_offset_ns=self.ahead_ns,
             supervisor=self.supervisor,
-            is_begun=self.is_begun,
+            has_started=self.has_started,
             refusal=None if self.is_held or not self.specs else self.refusal,
             swept=() if self.sweeps else None,
         )
@@ -182,7 +182,7 @@ class World:
 
     def lead(self, *, detached: bool = False, timing: LaunchTiming = TIMING) -> LaunchOutcome:
         """Lead the run to its end."""
-        manner = Manner(detached=detached, timing=timing, clock=self.clock)
+        manner = ControlOptions(detached=detached, timing=timing, clock=self.clock)
         return control(self.plan, self.run, self.links, self.observer, self.stop, manner)
 
     def failure(self, timing: LaunchTiming = TIMING) -> Failure:

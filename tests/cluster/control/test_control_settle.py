@@ -28,7 +28,7 @@ from cluster.control.attempt import (
     read_cancel,
     write_cancel,
 )
-from cluster.control.controller import Manner, Opener, control, request_cancel, settle
+from cluster.control.controller import ControlOptions, Opener, control, request_cancel, settle
 from cluster.control.link import NodeLink
 from cluster.plan import LaunchPlan
 from engine.runs.folder import RunFolder
@@ -206,7 +206,7 @@ def test_planned_run_is_cancelled_without_any_node_unless_it_is_just_being_launc
 
 def test_run_is_taken_over_and_led_to_its_end(world: World) -> None:
     world.at(5, world.complete)
-    manner = Manner(start=False, clock=world.clock)
+    manner = ControlOptions(start=False, clock=world.clock)
     outcome = control(world.plan, world.run, world.links, Observer(), StopRequests(), manner)
     assert (outcome.status, world.state["attempt"], world.state["pid"]) == ("completed", 1, os.getpid())
     assert all(link.beats and not link.specs for link in world.links)

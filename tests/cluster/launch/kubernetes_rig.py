@@ -12,7 +12,7 @@ from typing import Any
 
 from testkit import FAKE_PYTHON_PATH, KIT, write_program
 
-from cluster.control.runner import Asked
+from cluster.control.runner import SurveyOptions
 from cluster.launch.kubernetes.runner import RUNNER
 from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig, ContainerConfig, KubernetesConfig
@@ -70,7 +70,7 @@ def kubernetes_config(shared: str = "/shared", mode: str = "ok", **settings: Any
 
 def kubernetes_plan(runs: Path, config: RunConfig, module: str = "fake_rank") -> LaunchPlan:
     """The plan of a launch, with its job."""
-    survey = RUNNER.survey(config, Asked(dry_run=True, module=module))
+    survey = RUNNER.survey(config, SurveyOptions(dry_run=True, module=module))
     return survey.complete(survey.plan(config, new_run_path(runs, config.exp)))
 
 

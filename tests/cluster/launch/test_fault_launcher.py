@@ -21,7 +21,7 @@ from testkit.fault_table import AROUND_RANKS, LEASE, Row
 from testkit.process_table import run_processes, wait_until_gone
 
 from cluster.control.attempt import StopRequests
-from cluster.control.controller import Manner, control, request_cancel, settle
+from cluster.control.controller import ControlOptions, control, request_cancel, settle
 from cluster.control.link import LaunchObserver
 from cluster.control.runner import open_links
 from cluster.plan import read_launch_plan
@@ -81,7 +81,9 @@ def lead(base: Path, row: Row) -> Ended:
 def take_up(run: RunFolder) -> int:
     assert settle(run, 20.0).state in ("running", "completed")
     plan = read_launch_plan(run.path)
-    return control(plan, run, open_links(plan, run), LaunchObserver(), StopRequests(), Manner(start=False)).exit_code
+    return control(
+        plan, run, open_links(plan, run), LaunchObserver(), StopRequests(), ControlOptions(start=False)
+    ).exit_code
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod, with_container
 from testkit import ROOT
 
-from cluster.control.runner import Asked
+from cluster.control.runner import SurveyOptions
 from cluster.failure import Failure
 from cluster.launch.kubernetes.pods import Pod, PodFiles, read_answer
 from cluster.launch.kubernetes.runner import RUNNER
@@ -56,17 +56,17 @@ def test_what_kubectl_complains_of_is_told_with_what_to_do_before_anything_begin
         monkeypatch.setenv(name, value)
     cluster.refuse(get=said or "")
     with pytest.raises(SchedulerError, match=told) as caught:
-        RUNNER.survey(kubernetes_config(), Asked())
+        RUNNER.survey(kubernetes_config(), SurveyOptions())
     assert (caught.value.kind, caught.value.exit_code) == (kind, 1 if kind == "refused" else 3)
     assert said is None or TRIES in said or said in str(caught.value)
     if kind == "crd":
         with pytest.raises(SchedulerError, match=r"install Kubeflow Trainer, or set cluster.kubernetes.kind=JobSet"):
-            RUNNER.survey(kubernetes_config(kind="TrainJob"), Asked())
+            RUNNER.survey(kubernetes_config(kind="TrainJob"), SurveyOptions())
     if said == NO_CONTEXT:
         with pytest.raises(SchedulerError, match="kubectl has no context lab: set"):
-            RUNNER.survey(kubernetes_config(context="lab"), Asked())
+            RUNNER.survey(kubernetes_config(context="lab"), SurveyOptions())
     # A rehearsal does without a cluster.
-    assert RUNNER.survey(kubernetes_config(), Asked(dry_run=True)).plan(kubernetes_config(), tmp_path / "run")
+    assert RUNNER.survey(kubernetes_config(), SurveyOptions(dry_run=True)).plan(kubernetes_config(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

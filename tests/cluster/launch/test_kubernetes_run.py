@@ -22,7 +22,7 @@ from testkit.waiting import wait_for
 from cluster.control.attempt import StopRequests, begin_attempt
 from cluster.control.controller import request_cancel
 from cluster.control.link import LaunchOutcome, NodeStatus, Phase
-from cluster.control.runner import Asked
+from cluster.control.runner import SurveyOptions
 from cluster.launch.kubernetes.pods import KubernetesJob, read_answer
 from cluster.launch.kubernetes.runner import RUNNER
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
@@ -163,7 +163,7 @@ def test_what_a_job_waits_for_and_why_it_gets_no_pods_is_told(tmp_path: Path, cl
 
 def test_a_cluster_that_would_take_the_job_is_asked_for_all_that_it_needs(tmp_path: Path, cluster: FakeCluster) -> None:
     config = kubernetes_config(memory_per_pod="64Gi")
-    survey = RUNNER.survey(config, Asked())
+    survey = RUNNER.survey(config, SurveyOptions())
     survey.prepare(kubernetes_plan(tmp_path / "runs", config))
     assert cluster.calls == [
         ["get", "jobsets.jobset.x-k8s.io", "--output=name", "--selector=burst.run=none"],

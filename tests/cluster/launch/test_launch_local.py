@@ -27,7 +27,7 @@ from testkit.waiting import wait_for
 from cluster.agent.memory import memory_groups
 from cluster.agent.messages import Spec
 from cluster.control.attempt import StopRequests
-from cluster.control.controller import Manner, control
+from cluster.control.controller import ControlOptions, control
 from cluster.control.link import LaunchOutcome, LaunchTiming, NodeStatus
 from cluster.env.plan import EnvironmentVariable
 from cluster.launch.local import LocalLink
@@ -83,7 +83,7 @@ class OtherMachine(LocalLink):
 
     def poll(self) -> NodeStatus:
         status = super().poll()
-        return replace(status, is_begun=status.phase != "none")
+        return replace(status, has_started=status.phase != "none")
 
 
 Act = Callable[[RunFolder, Observer], None]  # at every tick
@@ -103,7 +103,7 @@ def launch(
     run, observer = create_run(path, {**dict(plan.files), "memory_plan.json": predicted}), Observer()
     observer.act = lambda: act(run, observer)
     link = LocalLink(path, node.name) if killer.proc is None else OtherMachine(path, node.name, killer.proc)
-    outcome = control(plan, run, [link], observer, StopRequests(), Manner(timing=TIMING))
+    outcome = control(plan, run, [link], observer, StopRequests(), ControlOptions(timing=TIMING))
     if isinstance(link, OtherMachine):
         link.process.wait(200)
     return outcome, run

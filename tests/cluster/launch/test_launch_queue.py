@@ -13,7 +13,7 @@ from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests
 from cluster.control.link import LaunchOutcome, Leftover, NodeLink
-from cluster.control.runner import Asked, Survey
+from cluster.control.runner import Survey, SurveyOptions
 from cluster.failure import Failure
 from cluster.launch.scheduler import QueuedRunner, WatchedJob
 from cluster.plan import LaunchPlan, NodePlan
@@ -65,7 +65,7 @@ class Queue(QueuedRunner):
     def __init__(self, job: Waiting) -> None:
         self._job = job
 
-    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+    def survey(self, config: RunConfig, asked: SurveyOptions) -> Survey:
         raise AssertionError("its plan is there: nobody may ask its nodes for another one")
 
     def job(self, plan: LaunchPlan, run: RunFolder) -> Waiting:

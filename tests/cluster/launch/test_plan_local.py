@@ -15,7 +15,7 @@ import pytest
 from testkit import ROOT, write_program
 from testkit.fake_plan import node_facts
 
-from cluster.control.runner import Asked
+from cluster.control.runner import SurveyOptions
 from cluster.launch.local import RUNNER, build_local_plan, probe_local_node, visible_gpus
 from cluster.plan import LaunchPlan, MachineFacts, choose_backend, node_spec, with_exclusive
 from engine.config.cluster import ClusterConfig
@@ -65,7 +65,7 @@ def test_nccl_without_enough_gpus_is_refused_with_the_remedy() -> None:
 
 def test_machines_that_no_local_launch_reaches_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.nodes=n\[1-4\] names other machines; add cluster=local"):
-        RUNNER.survey(config(nodes="n[1-4]"), Asked())
+        RUNNER.survey(config(nodes="n[1-4]"), SurveyOptions())
 
 
 @pytest.mark.parametrize(

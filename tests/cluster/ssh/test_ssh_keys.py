@@ -20,7 +20,7 @@ from own_sshd import certify, make_key, public_key
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
-from cluster.ssh.transport import HostKeys, PublicKey, ShownKey, add_keys, forget_names, vouches
+from cluster.ssh.transport import HostKeys, PublicKey, ShownKey, add_keys, clear_names, vouches
 
 SECRET = paramiko.ECDSAKey.generate()
 KEY, OTHER = PublicKey(SECRET.asbytes()), PublicKey(paramiko.ECDSAKey.generate().asbytes())
@@ -193,7 +193,7 @@ def test_forgetting_takes_out_lines_about_that_name_alone(store: Path) -> None:
     marked = f"@revoked 10.0.0.1 {OTHER.text}\n@cert-authority 10.0.0.1 {OTHER.text}\n"
     kept = f"# mine\nodd line\n\n\n*.example {KEY.text}\n10.0.0.1,other {KEY.text}\n{marked}".encode() + b"\xff\n"
     store.write_bytes(kept + store.read_bytes())
-    forget_names(["10.0.0.1", "never"])
+    clear_names(["10.0.0.1", "never"])
     assert store.read_bytes() == kept + f"10.0.0.11 {KEY.text}\n".encode()
 
 

@@ -14,7 +14,7 @@ from testkit import write_program
 from testkit.connections import LocalConnection
 
 from cluster.checks.groups.host import SOFTWARE, read_software
-from cluster.code import CodeArchive, CodeError, CodePlace, NodeProgram, build_archive, upload_code
+from cluster.code import CodeArchive, CodeError, CodeFolder, NodeProgram, build_archive, upload_code
 from cluster.ssh.hosts import resolve_hosts
 from cluster.survey.facts import NodeFacts, survey_node
 from cluster.survey.section import python_question
@@ -50,14 +50,14 @@ def test_questions_are_answered_by_the_configured_python_where_python3_cannot(tm
 
 @pytest.mark.parametrize("python3", [OLD, None], ids=["too old", "missing"])
 def test_agent_runs_on_the_configured_python_where_python3_cannot(tmp_path: Path, python3: str | None) -> None:
-    archive, (place, python) = build_archive(), (CodePlace(str(tmp_path / "burst/code"), False), sys.executable)
+    archive, (place, python) = build_archive(), (CodeFolder(str(tmp_path / "burst/code"), False), sys.executable)
     with node_with(tmp_path, python, python3=python3) as connection:
         upload_code([connection.host], archive, place, lambda host: connection)
     assert (tmp_path / f"burst/code/{archive.code_id}.zip").read_bytes() == archive.data
 
 
 def test_node_without_a_python_that_burst_can_use_is_refused_by_name(tmp_path: Path) -> None:
-    place = CodePlace(str(tmp_path / "burst/code"), False)
+    place = CodeFolder(str(tmp_path / "burst/code"), False)
     with (
         node_with(tmp_path, "/nowhere/python", python3=OLD) as connection,
         pytest.raises(CodeError, match=r"n1: .*burst needs Python 3\.9 or newer as python3, or as cluster\.python"),

@@ -18,7 +18,7 @@ from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
 from cluster.agent.folder import NodeFiles, read_json, write_json
-from cluster.agent.serve import PIECE_BYTES, Agent, NodeTail
+from cluster.agent.serve import CHUNK_BYTES, Agent, NodeTail
 from cluster.code import NoAnswerError, NodeProgram
 from cluster.control.ssh_link import NodeCopy
 
@@ -221,12 +221,12 @@ def test_a_long_log_holds_up_no_other(files: NodeFiles) -> None:
         file.truncate(60 * MIB)
     for rank in range(1, 64):
         log(files, f"rank{rank:04d}.log").write_text(f"rank {rank}\n" if rank > 1 else "")  # an empty one is told, too
-    for budgets in ([PIECE_BYTES] * 2, [2 * PIECE_BYTES]):
+    for budgets in ([CHUNK_BYTES] * 2, [2 * CHUNK_BYTES]):
         tail = NodeTail(files.folder, NODE, False, {})
         heads = [head for budget in budgets for head in tail.take(budget)[0]]
         assert len({head["path"] for head in heads}) == 64
-        assert sum(head["bytes"] for head in heads if head["path"] == LOG) < 2 * PIECE_BYTES
-        assert sum(head["bytes"] for head in heads) == 2 * PIECE_BYTES
+        assert sum(head["bytes"] for head in heads if head["path"] == LOG) < 2 * CHUNK_BYTES
+        assert sum(head["bytes"] for head in heads) == 2 * CHUNK_BYTES
     assert len(tail.take(MIB)[0]) == 16
 
 

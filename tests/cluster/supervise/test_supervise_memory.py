@@ -120,7 +120,7 @@ def test_group_of_the_rank_itself_decides(tmp_path: Path, child: int) -> None:
     machine.kills("/ranks", 3)
     facts = watch.facts(child)
     assert 4 * 2**20 < facts["memory"]["peak_bytes"] < GIB
-    source = {"peak_source": "resident set of the process, looked at every second", "asked_bytes": None}
+    source = {"peak_source": "resident set of the process, looked at every second", "requested_bytes": None}
     memory = {"where": "host", "device": "cpu", "capacity_bytes": 2 * GIB, **source}
     assert facts == {
         "evidence": f"oom_kill in {path} rose from 2 to 3",

@@ -41,7 +41,7 @@ from cluster.agent.folder import (
 )
 from cluster.agent.health import THROTTLES, Health, parse_gpus, read_gpus, read_health
 from cluster.agent.messages import safe_name
-from cluster.agent.processes import Family, Helpers, Marks, Rank
+from cluster.agent.processes import Family, Helpers, ProcessLabels, Rank
 from cluster.code import node_code
 from engine.runs.folder import RunFolder
 from engine.runs.process import usable_bytes
@@ -78,7 +78,9 @@ def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library(
 
 
 @contextlib.contextmanager
-def marked(marks: Marks, ranks: Iterable[Any], command: list[str] = SLEEP, **options: Any) -> Iterator[list[Any]]:
+def marked(
+    marks: ProcessLabels, ranks: Iterable[Any], command: list[str] = SLEEP, **options: Any
+) -> Iterator[list[Any]]:
     """Processes that look like these ranks of a run."""
     environment = {**os.environ, "BURST_RUN_ID": marks.run_id, "BURST_NODE": marks.node}
     made = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **options) for rank in ranks]
@@ -97,7 +99,7 @@ def seen(family: Family, members: int) -> bool:
 
 @pytest.mark.needs("root")
 def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
-    marks = Marks(new_run_id(), "alpha")
+    marks = ProcessLabels(new_run_id(), "alpha")
     with marked(marks, (0, 1, "x")) as (_, rank, _), marked(marks, "1", ["sleep", "100"], user=65534) as (stranger,):
         family = Family(marks, range(1, 2), any_owner=False)
         wait_for(lambda: seen(family, 3), "the processes")
@@ -106,7 +108,7 @@ def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
         wait_for(lambda: seen(open_family, 4), "the one of another user")
         assert stranger.pid in open_family.members()
         assert seen(Family(marks, range(2), lambda: {rank.pid, stranger.pid}), 2)  # these are its own
-        for other in (Marks(new_run_id(), "alpha"), Marks(marks.run_id, "beta")):
+        for other in (ProcessLabels(new_run_id(), "alpha"), ProcessLabels(marks.run_id, "beta")):
             assert seen(Family(other, range(2)), 0)
         processes.send_signal(rank.pid, "1", signal.SIGKILL)  # a process that got the number later
         time.sleep(0.1)
@@ -117,7 +119,7 @@ def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
 
 def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
     code = f"import subprocess, time; subprocess.Popen({SLEEP!r}); time.sleep(100)"
-    family = Family(Marks(new_run_id(), "alpha"), range(1))
+    family = Family(ProcessLabels(new_run_id(), "alpha"), range(1))
     with marked(family.marks, "0", [sys.executable, "-c", code]) as (rank,):
         wait_for(lambda: seen(family, 2), "the worker")
         assert family.ranks[0].pid == rank.pid
@@ -129,14 +131,14 @@ def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
         family.wait(0.2)  # it is watched no more
         assert time.monotonic() - begin > 0.15
         assert (family.living_ranks(), [death.pid for death in family.deaths]) == ([], [rank.pid])
-        assert family.kill_until_gone(signal.SIGKILL, 5.0) == []
+        assert family.kill_all(signal.SIGKILL, 5.0) == []
 
 
 def test_a_rank_is_known_soon_after_it_has_its_environment() -> None:
-    family = Family(Marks(new_run_id(), "alpha"), range(1))
+    family = Family(ProcessLabels(new_run_id(), "alpha"), range(1))
     words = [f"BURST_RUN_ID={family.marks.run_id}", "BURST_NODE=alpha", "RANK=0", "sleep", "100"]
     before = ["sh", "-c", 'read line; exec env "$@"', "sh", *words]
-    with marked(Marks("another", "beta"), "0", before, stdin=subprocess.PIPE) as (child,):
+    with marked(ProcessLabels("another", "beta"), "0", before, stdin=subprocess.PIPE) as (child,):
         family.refresh()
         assert family.members() == []
         child.stdin.close()
@@ -145,13 +147,13 @@ def test_a_rank_is_known_soon_after_it_has_its_environment() -> None:
 
 
 def test_the_command_is_watched_until_it_is_forgotten_and_nothing_is_left_open() -> None:
-    family, other = (Family(Marks(new_run_id(), "alpha")) for _ in range(2))
+    family, other = (Family(ProcessLabels(new_run_id(), "alpha")) for _ in range(2))
 
     def watched() -> int:
         return sum("pidfd" in os.path.realpath(opened) for opened in Path("/proc/self/fd").iterdir())
 
     before = watched()
-    with marked(Marks("another", "beta"), "0") as (command,):
+    with marked(ProcessLabels("another", "beta"), "0") as (command,):
         family.watch_child(command.pid)
         family.refresh()
         assert command.pid in family.members()
@@ -161,7 +163,7 @@ def test_the_command_is_watched_until_it_is_forgotten_and_nothing_is_left_open()
         other.watch_child(command.pid)
         other.refresh()
         assert command.pid not in other.members()  # it waits for its parent alone
-        family.forget_child()
+        family.remove_child()
         begin = time.monotonic()
         with at_most(0.9):
             family.wait(0.2)
@@ -171,7 +173,7 @@ def test_the_command_is_watched_until_it_is_forgotten_and_nothing_is_left_open()
 
 def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_comes_first() -> None:
     code = "import os, sys; sys.stdin.read(); sys.exit((0, 0, 130, 143, 0, 7)[int(os.environ['RANK'])])"
-    family = Family(Marks(new_run_id(), "alpha"), range(6))
+    family = Family(ProcessLabels(new_run_id(), "alpha"), range(6))
     with marked(family.marks, range(6), [sys.executable, "-c", code], stdin=subprocess.PIPE) as ranks:
         wait_for(lambda: seen(family, 6) and len(family.ranks) == 6, "the ranks")
         kill(ranks[4].pid, signal.SIGTERM)

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from testkit.check_fakes import ended
 
-from cluster.survey.drivers import Fields, Gap, GpuAddress, PciDevices, read_pci_devices
+from cluster.survey.drivers import Fields, GpuAddress, PciDevices, Unavailable, read_pci_devices
 from cluster.survey.network import Carriers, NetInterface, StorageRoute, read_carriers
 from cluster.survey.rdma import Adapters, HcaPort, has_roce_gid, parse_adapters
-from cluster.survey.section import AbsentError, Section, UnreadableError
+from cluster.survey.section import NotApplicableError, Section, UnreadableError
 
 T = TypeVar("T")
 GID = "0000:0000:0000:0000:0000:ffff:0a00:0001"
@@ -80,9 +80,14 @@ def test_what_nvidia_smi_leaves_out_does_not_have_or_cannot_read_stay_apart() ->
     gpu = Fields(ElementTree.fromstring(text))
     assert (gpu.look("none", "memory/used"), gpu.number("memory/used")) == ("1 MiB", 1)
     assert gpu.total("memory/used", "mig") == 1
-    gaps = {"memory": Gap.MISSING, "none/x": Gap.MISSING, "mig/x": Gap.NOT_SUPPORTED, "power/x": Gap.UNREADABLE}
+    gaps = {
+        "memory": Unavailable.MISSING,
+        "none/x": Unavailable.MISSING,
+        "mig/x": Unavailable.NOT_SUPPORTED,
+        "power/x": Unavailable.UNREADABLE,
+    }
     assert {path: gpu.look(path) for path in gaps} == gaps
-    with pytest.raises(AbsentError):
+    with pytest.raises(NotApplicableError):
         gpu.total("mig", "none")
     for paths, words in ((("memory/used", "power"), "unreadable"), (("odd",), "unreadable"), (("none",), "not in the")):
         with pytest.raises(UnreadableError, match=words):

@@ -15,7 +15,7 @@ from testkit.check_fakes import ask_here, done, frame
 from cluster.checks.selection import GROUPS
 from cluster.env.live import LIVE
 from cluster.env.plan import FACT_QUESTIONS
-from cluster.survey.facts import SECTION_BYTES, build_script, is_complete, new_fence, read_sections
+from cluster.survey.facts import SECTION_BYTES, build_script, is_complete, new_delimiter, read_sections
 from cluster.survey.section import Question, SectionState
 
 FENCE = "@@" + "ab" * 16
@@ -56,7 +56,7 @@ def test_sections_end_as_their_shells_do(shell: list[str], tmp_path: Path) -> No
 
 
 def test_an_answer_is_complete_although_a_process_left_behind_holds_the_stream() -> None:
-    fence = new_fence()
+    fence = new_delimiter()
     script = build_script([Question("t.leaves", 5, "setsid sleep 3 &")], fence)
     with subprocess.Popen(["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -129,7 +129,7 @@ def test_lines_put_in_with_the_right_fence_never_make_a_failed_section_good(line
 
 @given(st.text(max_size=50), st.sampled_from(["begin", "end"]))
 def test_words_of_strangers_without_the_fence_are_output(text: str, word: str) -> None:
-    line = f"{new_fence()} {word} t.one 0 {text}".replace("\n", " ").replace("\r", " ")
+    line = f"{new_delimiter()} {word} t.one 0 {text}".replace("\n", " ").replace("\r", " ")
     found = read_sections(frame(FENCE, "t.one", line, 4), FENCE)
     assert found["t.one"].exit_code == 4
     assert list(found) == ["t.one"]

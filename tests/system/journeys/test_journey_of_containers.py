@@ -13,9 +13,7 @@ from testkit.testbed_fixture import Testbeds
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 
-def test_run_in_containers_of_a_pushed_image_is_cancelled_and_nothing_of_it_stays(
-    testbeds: Testbeds, tmp_path: Path
-) -> None:
+def test_cancelling_a_run_removes_its_containers(testbeds: Testbeds, tmp_path: Path) -> None:
     testbed = testbeds.make(nodes=2, docker=True, docker_in_memory=True)
     rig = FaultRig(testbed, testbeds.config_dir, tmp_path)
     with launcher_engine() as engine:

@@ -27,7 +27,7 @@ def rig(testbeds: Testbeds, tmp_path: Path) -> FaultRig:
     return FaultRig(testbeds.make(nodes=3), testbeds.config_dir, tmp_path)
 
 
-def test_run_trains_again_a_minute_after_it_lost_a_rank_and_a_node(rig: FaultRig, tmp_path: Path) -> None:
+def test_run_recovers_within_a_minute_of_each_loss(rig: FaultRig, tmp_path: Path) -> None:
     first, second, third = rig.testbed.node_names
     saves = (f"train.checkpoint.every_steps={EVERY}", f"train.checkpoint.folder={tmp_path / 'saved'}")
     slow = 'cluster.environment=["BURST_FAULT=slow:0.2;1;1"]'  # or saves would be all it does

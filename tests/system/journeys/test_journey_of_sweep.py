@@ -25,7 +25,7 @@ STEPS, WARMUP = 5, 3  # medians leave the first three out
 END_S = 900.0
 
 
-def test_sweep_of_a_killed_launcher_is_taken_over_and_has_every_cell_once(testbeds: Testbeds, tmp_path: Path) -> None:
+def test_sweep_of_a_killed_launcher_is_taken_over(testbeds: Testbeds, tmp_path: Path) -> None:
     rig = FaultRig(testbeds.make(nodes=2), testbeds.config_dir, tmp_path)
     settings = [word for word in rig.words(f"train.steps={STEPS}") if not word.startswith("train.seq_len=")]
     lengths = f"train.seq_len={','.join(map(str, LENGTHS))}"

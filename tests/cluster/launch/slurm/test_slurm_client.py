@@ -8,7 +8,7 @@ import pytest
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
-from cluster.control.runner import Asked
+from cluster.control.runner import SurveyOptions
 from cluster.failure import Failure
 from cluster.launch.scheduler import SchedulerError
 from cluster.launch.slurm.client import JobStatus, SlurmClient, client_environment, describe_end, parse_job
@@ -122,9 +122,9 @@ def test_why_slurm_cannot_be_used_is_told_cleaned_and_by_the_exit_code(fake, scr
 def test_only_a_rehearsal_does_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     config = RunConfig(cluster=ClusterConfig(backend="gloo", num_nodes=2))
-    assert RUNNER.survey(config, Asked(dry_run=True)).plan(config, tmp_path).world_size == 2
+    assert RUNNER.survey(config, SurveyOptions(dry_run=True)).plan(config, tmp_path).world_size == 2
     with pytest.raises(SchedulerError, match="sinfo not found"):
-        RUNNER.survey(config, Asked())
+        RUNNER.survey(config, SurveyOptions())
 
 
 def test_a_command_that_hangs_is_given_up(fake):

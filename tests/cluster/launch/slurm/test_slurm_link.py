@@ -62,9 +62,9 @@ def test_a_start_is_over_when_the_supervisor_is_there_or_says_why_not(job):
     link, lives = node_of(one), {"host": "elsewhere", "pid": 1, "phase": "running"}
     link.start(None)
     seen = link.poll()
-    assert (seen.phase, seen.is_begun, seen.refusal, seen.swept, one.is_led) == ("none", False, None, None, False)
+    assert (seen.phase, seen.has_started, seen.refusal, seen.swept, one.is_led) == ("none", False, None, None, False)
     node_of(one, supervisor={**lives, "updated_at": 1})
-    assert (link.poll().phase, link.poll().is_begun) == ("running", True)
+    assert (link.poll().phase, link.poll().has_started) == ("running", True)
     wait_for(lambda: link.poll().heard_s > 0.3)
     for news in ({"supervisor": {**lives, "updated_at": 2}}, {"health": {"at": 1}}):
         wait_for(lambda: link.poll().heard_s > 0.3)

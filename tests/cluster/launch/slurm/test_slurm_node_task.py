@@ -20,8 +20,8 @@ from testkit.known_facts import known_facts
 from cluster.control.runner import read_run_plan
 from cluster.errors import ClusterError
 from cluster.launch.local import probe_local_node
-from cluster.launch.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
-from cluster.launch.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted
+from cluster.launch.slurm.node_task import MEETING_FILE, SlurmTask, main, node_address, prepare, read_task
+from cluster.launch.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_target, write_granted
 from cluster.launch.slurm.time_limit import main as time_limit
 from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text
 from cluster.survey.network import NetInterface
@@ -31,7 +31,7 @@ from engine.runs.folder import RunFolder, create_run
 
 TASK = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURMD_NODENAME": "n2"}
 EARLIER = json.dumps({"token": "old", "address": "10.0.0.1", "port": 1})  # where the ranks of another attempt met
-SITE = slurm_site(probe_local_node(), "", "", Path("/"))
+SITE = slurm_target(probe_local_node(), "", "", Path("/"))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def begin(plan: LaunchPlan, rank: int, token: str = "t") -> NodePlan:
     """What the task of a node does before it is a supervisor."""
     name, address = f"n{rank + 1}", f"127.0.0.{rank + 1}"
     site = replace(SITE, name=name, address=address, folder=plan.run_path)
-    return prepare(plan, Place(name, rank, 2), token, site, "engine.train")
+    return prepare(plan, SlurmTask(name, rank, 2), token, site, "engine.train")
 
 
 def grant(run: RunFolder, node: NodePlan, folder: str, token: str = "t") -> None:
@@ -64,11 +64,11 @@ def grant(run: RunFolder, node: NodePlan, folder: str, token: str = "t") -> None
 
 
 def test_a_task_knows_its_node_by_what_srun_says():
-    assert read_place("n2", TASK) == Place("n2", 1, 2)
-    assert read_place("n1", {"SLURM_NODEID": "0", "SLURM_NNODES": "4"}) == Place("n1", 0, 4)
+    assert read_task("n2", TASK) == SlurmTask("n2", 1, 2)
+    assert read_task("n1", {"SLURM_NODEID": "0", "SLURM_NNODES": "4"}) == SlurmTask("n1", 0, 4)
     for name, change in (*(("n2", {"SLURM_NODEID": number}) for number in ("", "2", "-1")), ("a/../b", {})):
         with pytest.raises(ClusterError):
-            read_place(name, {**TASK, **change})
+            read_task(name, {**TASK, **change})
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,11 @@ def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_woul
 def test_a_node_alone_needs_no_network_and_several_need_one():
     facts = known_facts("n1", reason="eth0 is down")
 
-    assert node_address(Place("n1", 0, 1), facts) == "127.0.0.1"
+    assert node_address(SlurmTask("n1", 0, 1), facts) == "127.0.0.1"
     with pytest.raises(ClusterError, match=r"eth0 is down; set cluster.interface"):
-        node_address(Place("n1", 0, 2), facts)
+        node_address(SlurmTask("n1", 0, 2), facts)
     eth0 = NetInterface("eth0", is_up=True, addresses=("10.0.0.1/24",))
-    assert node_address(Place("n1", 0, 2), known_facts("n1", interface=eth0)) == "10.0.0.1"
+    assert node_address(SlurmTask("n1", 0, 2), known_facts("n1", interface=eth0)) == "10.0.0.1"
 
 
 def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor_left_is_removed(plan):

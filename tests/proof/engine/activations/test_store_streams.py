@@ -55,9 +55,7 @@ class Rig:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("copies", "loads"), [(0, 0), (1, 1), (2, 1), (9, 2)])
-def test_nothing_is_read_before_its_copy_and_no_buffer_is_written_before_its_last_read(
-    seed: int, copies: int, loads: int
-) -> None:
+def test_copies_of_the_host_store_are_free_of_races(seed: int, copies: int, loads: int) -> None:
     rig = Rig(copies_in_flight=copies, loads_ahead=loads)
     order = random.Random(seed)
     values = itertools.count(1.0)
@@ -193,7 +191,7 @@ def test_no_more_is_loaded_ahead_than_allowed() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_entries_go_to_the_host_and_come_back_while_compute_runs() -> None:
+def test_on_a_gpu_offloading_overlaps_compute() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     store, elements, layers = host_store(device), 1 << 22, 6
     make = functools.partial(torch.full, (elements,), device=device)
@@ -224,7 +222,7 @@ def test_on_a_gpu_entries_go_to_the_host_and_come_back_while_compute_runs() -> N
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_copy_behind_long_compute_is_hidden_and_one_that_is_waited_for_is_not() -> None:
+def test_on_a_gpu_exposed_share_measures_what_compute_hides() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     store = host_store(device)
     tensor = torch.zeros(1 << 26, device=device)  # 256 MiB: some milliseconds
@@ -251,9 +249,14 @@ def test_on_a_gpu_a_copy_behind_long_compute_is_hidden_and_one_that_is_waited_fo
 
 
 @pytest.mark.gpu
-def test_pinned_memory_is_pinned_and_pieces_are_not_rounded_up() -> None:
+def test_buffers_of_a_pinned_pool_are_pinned() -> None:
+    (buffers,) = HostPool(pinned=True).take(5 << 20)
+    assert [buffer.is_pinned() for buffer in buffers] == [True, True]
+
+
+@pytest.mark.gpu
+def test_buffers_of_a_pinned_pool_are_not_rounded_up() -> None:
     pool = HostPool(pinned=True)
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    (buffers,) = pool.take(5 << 20)
-    assert [buffer.is_pinned() for buffer in buffers] == [True, True]
+    _buffers = pool.take(5 << 20)
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before <= 5 << 20

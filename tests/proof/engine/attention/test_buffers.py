@@ -49,7 +49,7 @@ def test_repeated_runs_of_any_shapes_stop_allocating_after_two_rounds(runs) -> N
 
 
 @given(st.lists(st.tuples(st.booleans(), SHAPES), min_size=1, max_size=5))
-def test_buffers_of_open_leases_are_disjoint_aligned_and_of_the_right_kind(runs) -> None:
+def test_buffers_of_open_leases_are_disjoint(runs) -> None:
     pool = BufferPool()
     taken: dict[int, list[tuple[int, int]]] = {}
     leases = []
@@ -86,7 +86,7 @@ def test_memory_first_used_in_an_evaluation_serves_training() -> None:
     pool.lease().empty((8, 2, 8), torch.float32, CPU).add_(torch.ones(8, 2, 8, requires_grad=True).detach())
 
 
-def test_one_block_of_every_place_is_kept_and_none_that_is_too_small() -> None:
+def test_one_idle_block_of_sufficient_size_is_cached_per_location() -> None:
     pool = BufferPool()
     leases = [pool.lease() for _ in range(3)]
     for rows, lease in zip((64, 32, 64), leases, strict=True):

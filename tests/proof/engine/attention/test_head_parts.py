@@ -81,7 +81,7 @@ def test_gradients_of_a_kv_head_that_parts_share_are_summed_in_fp32() -> None:
     assert all(parts[name] <= 1.1 * whole[name] for name in whole), (parts, whole)
 
 
-def test_a_rehearsal_runs_the_first_two_parts_and_the_last() -> None:
+def test_a_fake_run_computes_three_sample_parts() -> None:
     inputs, mask = random_inputs(ROWS, HEADS, 4, HEAD_DIM), Mask(ROWS)
     kernel = LimitedKernel(ReferenceKernel(), ROWS * HEAD_DIM)
     with use_fake_run(FakeRun()):

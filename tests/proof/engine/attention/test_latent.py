@@ -62,9 +62,9 @@ def test_every_ring_of_latents_equals_dense_attention(ring: str, mask: str, poli
     (layer,) = attention_layers(config, method, STARTS if attention.documents else ())
     blocks = divide_sequence(method, padded_length(ROWS, topology.size, 1), [layer.mask])
     plans = plan_method(method, layer.mask, blocks, recompute_before=layer.recompute_before)
-    inputs = random_latents(blocks.home.seq_len, HEADS, HEADS)
+    inputs = random_latents(blocks.rank_layout.seq_len, HEADS, HEADS)
     result = build_latent_group(plans, blocks, topology, layer.recompute_before).run(inputs)
-    found = errors(result.values, latent_oracle(inputs, dense_visibility(layer.mask, blocks.home.seq_len)))
+    found = errors(result.values, latent_oracle(inputs, dense_visibility(layer.mask, blocks.rank_layout.seq_len)))
     assert all(error < EXACT for error in found.values()), found
     sizes = TokenBytes(HEADS, HEADS, 7, 5, 8, 8, 8)
     latent = replace(sizes, latent=inputs.heads.latent)

@@ -111,7 +111,7 @@ def test_exposed_messages_are_reported_relative_to_an_idle_wire(compute_s: float
     assert transport.messages.read().exposed_share(idle_s) == share
 
 
-def test_nothing_is_collected_before_the_start_and_after_the_end() -> None:
+def test_transfers_outside_a_measurement_do_not_count() -> None:
     streams = TimedStreams(1.0)
     times = TransferTimes(streams)
     for counted in (False, True, False):
@@ -124,7 +124,7 @@ def test_nothing_is_collected_before_the_start_and_after_the_end() -> None:
         assert times.read() == (Times(5, 2.0, 2.0) if counted else Times(0, 0.0, 0.0))
 
 
-def test_without_a_clock_bytes_are_known_and_seconds_are_not() -> None:
+def test_without_a_clock_only_bytes_are_known() -> None:
     store = HostStore(CPU, TimedStreams(1.0), HostPool())
     store.times.start()
     store.save([torch.zeros(ELEMENTS)])
@@ -140,7 +140,7 @@ def test_a_total_knows_seconds_only_if_all_that_moved_something_do() -> None:
     assert total([known, unknown]) == Times(11, None, None)
 
 
-def test_a_plans_copies_and_messages_are_told_apart() -> None:
+def test_host_copies_are_measured_apart_from_messages() -> None:
     streams = TimedStreams(16.0)
     transport = StreamTransport(streams, None, Meter(Topology(1, 1), 0), streams)
     for times in (transport.copies, transport.messages):

@@ -106,7 +106,7 @@ def test_every_tile_equals_the_reference(name: str, tile: Band) -> None:
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_grouping_and_head_size_equals_the_reference(name: str, head_dim: int, kv_heads: int) -> None:
+def test_every_shape_of_heads_equals_the_reference(name: str, head_dim: int, kv_heads: int) -> None:
     kernel = kernel_of(name, head_dim)
     for tile in (TILES["causal"], TILES["more keys"], TILES["window"]):
         case = make_case(tile, kv_heads, head_dim, dtype_of(name))

@@ -50,7 +50,7 @@ TILES = {
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_forward_and_backward_equal_the_reference(library: str, kv_heads: int, tile: Band) -> None:
+def test_library_kernels_equal_the_reference(library: str, kv_heads: int, tile: Band) -> None:
     """From strided views of one buffer, the lse of more keys than the tile's, and deterministic where asked."""
     name, stand_in, dtype = LIBRARIES[library]
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
@@ -94,10 +94,16 @@ def test_heads_of_v_may_have_another_width(name: KernelName, tile: Band, qk_dim:
 
 
 @pytest.mark.parametrize(("name", "version"), PACKAGES)
-def test_a_package_is_needed_and_enough(name: str, version: str) -> None:
+def test_a_missing_package_is_named(name: str, version: str) -> None:
     request = KernelRequest("cuda", torch.bfloat16, 128, (9, 0))
     can = KERNELS[name].capabilities  # type: ignore[index]
     assert "is not installed (no module " in (problem_of(can, request) or "")
+
+
+@pytest.mark.parametrize(("name", "version"), PACKAGES)
+def test_an_installed_package_is_sufficient(name: str, version: str) -> None:
+    request = KernelRequest("cuda", torch.bfloat16, 128, (9, 0))
+    can = KERNELS[name].capabilities  # type: ignore[index]
     with flash_signatures.installed(name, version):
         assert problem_of(can, request) is None
 

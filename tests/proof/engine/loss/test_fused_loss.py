@@ -64,10 +64,18 @@ def matmuls(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[int, Tensor
     return sum(map(done.count, (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_))), loss.detach()
 
 
-def test_a_chunk_costs_a_matmul_and_one_for_each_gradient_that_is_wanted() -> None:
+def test_a_chunk_costs_a_matmul_plus_one_per_gradient() -> None:
     hidden, weight, labels = make_inputs(12, 9, 4)
     count, expected = matmuls(hidden, weight, labels)
     assert count == 3 * 3
+    assert matmuls(hidden.detach(), weight.detach(), labels) == (3, expected)
+    with torch.no_grad():
+        assert matmuls(hidden, weight, labels) == (3, expected)
+
+
+def test_gradients_of_frozen_inputs_are_not_computed() -> None:
+    hidden, weight, labels = make_inputs(12, 9, 4)
+    matmuls(hidden, weight, labels)
     both = {"hidden": hidden.grad, "weight": weight.grad}
     for frozen in both:
         tensors = {"hidden": hidden.detach().requires_grad_(), "weight": weight.detach().requires_grad_()}
@@ -76,9 +84,6 @@ def test_a_chunk_costs_a_matmul_and_one_for_each_gradient_that_is_wanted() -> No
         assert tensors.pop(frozen).grad is None
         ((name, other),) = tensors.items()
         assert torch.equal(other.grad, both[name])  # type: ignore[arg-type]
-    assert matmuls(hidden.detach(), weight.detach(), labels) == (3, expected)
-    with torch.no_grad():
-        assert matmuls(hidden, weight, labels) == (3, expected)
 
 
 def test_bfloat16_errors_do_not_exceed_those_of_the_plain_loss() -> None:
@@ -114,7 +119,7 @@ def test_gradient_of_a_narrow_weight_is_that_of_a_wide_one_rounded_once(vocab: i
     assert torch.equal(narrow, wide.bfloat16())
 
 
-def test_the_head_sums_over_the_batch_without_z_loss_in_evaluation_and_refuses_labels_of_another_shape() -> None:
+def test_the_head_has_no_z_loss_in_evaluation() -> None:
     hidden, weight, labels = make_inputs(12, 9, 4)
     head = LMHead(4, 9, LossConfig(chunk_tokens=5, z_loss=0.1)).double()
     with torch.no_grad():
@@ -123,5 +128,9 @@ def test_the_head_sums_over_the_batch_without_z_loss_in_evaluation_and_refuses_l
         mode()
         expected = cross_entropy_plain(hidden, weight, labels, options=LossConfig(z_loss=z_loss))
         assert_exact([head(hidden.view(3, 4, 4), labels.view(3, 4))], [expected])
+
+
+def test_the_head_refuses_labels_of_another_shape() -> None:
+    head = LMHead(4, 9, LossConfig(chunk_tokens=5))
     with pytest.raises(ValueError, match=r"hidden \(2, 4, 4\) and labels \(2, 3\)"):
         head(torch.zeros(2, 4, 4), torch.zeros(2, 3, dtype=torch.int64))

@@ -56,7 +56,7 @@ def plan_classes(masks: list[Mask], blocks: Blocks, direction: Direction) -> Att
                     program.tile(step, band, q, block, sums, gradient, heads)
 
         rank = RankPass(
-            program, grid, RowsNeeded(grid, rows), me, tuple(everything), ALL_HEADS, tile, kv, own_gradient=dkv
+            program, grid, RowsNeeded(grid, rows), me, tuple(everything), ALL_HEADS, tile, kv, local_gradient=dkv
         )
         getattr(ring, direction)(rank)
         if is_forward:

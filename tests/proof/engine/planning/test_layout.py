@@ -44,7 +44,7 @@ def test_blocks_differ_by_at_most_two_rows(name: str, seq_len: int, size: int) -
 
 
 @given(st.integers(1, 7), st.sets(st.integers(1, 199), max_size=60), st.integers(0, 9))
-def test_per_document_shares_every_document_and_the_whole_evenly(size: int, starts: set[int], padding: int) -> None:
+def test_per_document_divides_every_document_evenly(size: int, starts: set[int], padding: int) -> None:
     mask = Mask(200, documents=(0, *sorted(starts)))
     layout = build_layout("per_document", 200 + padding, size, masks=(mask,))
     assert max(layout.row_counts) - min(layout.row_counts) <= 1

@@ -79,7 +79,7 @@ def test_counting_finds_what_falsifies_numbers() -> None:
     faults, missed = 0, []
     cases = list(groups())
     for seed, whole in enumerate(cases):
-        rows = whole.blocks.home.seq_len
+        rows = whole.blocks.rank_layout.seq_len
         inputs = random_inputs(rows, 2, 1, head_dim=4)
         want = oracle(inputs, causal(rows))
 

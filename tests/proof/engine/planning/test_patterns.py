@@ -127,7 +127,7 @@ def test_block_lists_are_read_from_files(tmp_path: Path, suffix: str) -> None:
         ("[[0, 0]]", 'expected an object with a list "pairs"'),
         ('{"pairs": [[0, 0]]', "not a block list"),
         ("[" * 100_000, "not a block list"),
-        ('{"pairs": [[0, 0]]}', "says no block_tokens"),
+        ('{"pairs": [[0, 0]]}', "has no block_tokens"),
         ('{"block_tokens": 8, "pairs": []}', "lists no pair"),
         ('{"block_tokens": 8, "pairs": [[0, 0, 1]]}', r"shape \(1, 3\)"),
         ('{"block_tokens": 8, "pairs": [[0], [1, 2]]}', "not a block list"),
@@ -153,9 +153,7 @@ def test_a_block_file_that_disagrees_with_the_settings_is_refused(tmp_path: Path
         read_blocks(path, 30, 16)
 
 
-def test_pickled_files_and_other_types_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "blocks.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    (tmp_path / "blocks.txt").write_text("0 0")
+def test_damaged_block_files_raise_config_errors_alone(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "blocks.npz", pairs=np.zeros((40, 2), np.int64))
     whole = (tmp_path / "blocks.npz").read_bytes()
     for cut in range(0, len(whole) - 1, 7):  # a file that was copied in part, or damaged in the middle
@@ -163,10 +161,18 @@ def test_pickled_files_and_other_types_are_refused(tmp_path: Path) -> None:
             (tmp_path / "cut.npz").write_bytes(damaged)
             with contextlib.suppress(ConfigError):
                 read_blocks(tmp_path / "cut.npz", 30, 8)
+
+
+def test_files_without_a_block_list_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "blocks.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    (tmp_path / "blocks.txt").write_text("0 0")
     (tmp_path / "blocks.npz").write_bytes(b"PK broken")
     for name, problem in (("npy", "not a block list"), ("txt", "is a file of type"), ("npz", "not a block list")):
         with pytest.raises(ConfigError, match=problem):
             read_blocks(tmp_path / f"blocks.{name}", 30, 8)
+
+
+def test_a_missing_block_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a block list"):
         read_blocks(tmp_path / "missing.json", 30)
 

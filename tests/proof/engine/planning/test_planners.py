@@ -120,7 +120,7 @@ EXAMPLES = {**dict.fromkeys(PLANNERS, 60), "chunks": 35}  # of chunks one takes 
 @pytest.mark.parametrize(
     ("planner", "examples"), [*EXAMPLES.items(), pytest.param("chunks", 120, marks=pytest.mark.thorough)]
 )
-def test_anything_that_a_planner_takes_is_proven_and_equals_dense_attention(planner: str, examples: int) -> None:
+def test_all_plans_of_a_planner_equal_dense_attention(planner: str, examples: int) -> None:
     settings(max_examples=examples, deadline=None, derandomize=True)(given(PLANNERS[planner], st.data())(prove))()
 
 
@@ -129,7 +129,7 @@ def prove(case: Case, data: st.DataObject) -> None:
     kernel = data.draw(st.sampled_from([ReferenceKernel(), CpuFlashKernel()]))
     late = data.draw(st.booleans())
     check_plans(whole, case.mask, case.blocks, case.heads, kernel=kernel, late=late, before=case.before)
-    rank = data.draw(st.integers(0, case.blocks.home.size - 1))
+    rank = data.draw(st.integers(0, case.blocks.rank_layout.size - 1))
     alone = case.plan(rank)
     for name in ("forward", "recompute", "backward"):
         if getattr(whole, name) is not None:

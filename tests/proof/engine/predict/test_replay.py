@@ -70,7 +70,7 @@ def test_heads_of_v_have_a_width_of_their_own() -> None:
     }
 
 
-def test_products_over_queries_and_keys_cost_another_width_than_those_over_values() -> None:
+def test_flops_of_a_tile_depend_on_both_head_dims() -> None:
     """Per pair 2 FLOPs per channel: QK^T and PV; backward QK^T, dQ, dK and dO V^T, dV."""
     tile, buffers = Tile(View(0, 0, 8), View(0, 0, 8), View(0, 0, 8), Band(0, 8, 0, 8)), (Buffer(Kind.Q, 8),)
     shape = TokenBytes(num_heads=1, num_kv_heads=1, qk_dim=24, v_dim=16)
@@ -105,11 +105,15 @@ def test_a_tile_of_some_heads_costs_these_alone() -> None:
     assert ViewBytes(buffers, shape).moved_by_tile(tile) == 2 * 8 * 4 * (64 + 1) * 4
 
 
-def test_parts_of_different_size_meet_on_the_smaller_one_and_a_cast_moves_both_widths() -> None:
+def test_a_copy_between_head_parts_moves_the_smaller_one() -> None:
     shape = TokenBytes(num_heads=4, num_kv_heads=4, qk_dim=8, v_dim=8)
     buffers = (Buffer(Kind.Q, 5, heads=HeadPart(0, 2)), Buffer(Kind.Q, 5, heads=HeadPart(1, 4)))
     both = [LocalOp("copy", View(dst, 0, 5), View(1 - dst, 0, 5)) for dst in range(2)]
     assert [ViewBytes(buffers, shape).moved_by_op(op) for op in both] == [2 * 5 * 8 * 2] * 2
+
+
+def test_a_cast_moves_both_widths() -> None:
+    shape = TokenBytes(num_heads=4, num_kv_heads=4, qk_dim=8, v_dim=8)
     buffers = (Buffer(Kind.DQ, 10), Buffer(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
     moved = ViewBytes(buffers, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
     assert moved == 6 * (2 * 8 * 4 + 2 * 8 * 2)
@@ -252,7 +256,7 @@ def test_host_pipeline_by_hand() -> None:
     assert timeline.total_s == 5.25
 
 
-def test_a_channel_is_a_queue_and_another_link_is_free() -> None:
+def test_messages_of_a_channel_are_a_queue() -> None:
     """A second message of the channel starts when the first has arrived, latency included; host memory does not wait.
 
     Step 0 posts 16 bytes, step 1 16 more and a load: 0..2.5, then 2.5..5; the load takes 0..1.25.
@@ -371,7 +375,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 @settings(max_examples=80, deadline=None)
 @given(plans(), machines(), st.sampled_from(["intra_bytes_per_s", "inter_bytes_per_s", "backward_flops_per_s"]))
-def test_a_plan_is_bounded_by_compute_and_links(
+def test_a_plan_is_no_faster_than_its_resources(
     case: tuple[AttentionPlan, Topology], machine: Machine, field: str
 ) -> None:
     """No plan is faster than either, no rank does two things at once, and a slower machine is never faster."""

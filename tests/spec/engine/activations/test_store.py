@@ -36,7 +36,7 @@ def numbers(count: int, start: float = 0.0) -> Tensor:
 
 
 @every_store
-def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
+def test_fetched_tensors_are_equal_contiguous_copies(make: MakeStore) -> None:
     tensors = [
         (numbers(24).requires_grad_() * 2).view(2, 3, 4).transpose(0, 2),  # whose graph is not kept
         numbers(7).to(torch.bfloat16)[::2],
@@ -119,7 +119,7 @@ def backward(kept: list[SavedTensors], start: float) -> None:
 
 @every_store
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_micro_batches_in_flight_and_dropped_passes_do_not_mix(make: MakeStore, order: tuple[int, int]) -> None:
+def test_interleaved_passes_return_their_tensors(make: MakeStore, order: tuple[int, int]) -> None:
     store = make()
     passes = [[store.save([numbers(10, 100.0 * batch + layer)]) for layer in range(4)] for batch in range(2)]
     evaluation = [store.save([numbers(10, -1.0)]) for _ in range(4)]

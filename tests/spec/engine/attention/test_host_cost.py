@@ -99,19 +99,27 @@ def passes(circulates: str) -> tuple[AttentionRuntime, dict[str, Callable[[], ob
 
 
 @pytest.mark.parametrize(
-    ("circulates", "direction", "most_calls", "most_operations"),
-    # Before November 2026: 125 calls and 26 operators, 208 and 30, 214 and 32.
-    [("kv", "forward", 48, 11), ("kv", "backward", 85, 9), ("q", "backward", 92, 13)],
+    ("circulates", "direction", "most_calls"),
+    # Before November 2026: 125, 208 and 214 calls.
+    [("kv", "forward", 48), ("kv", "backward", 85), ("q", "backward", 92)],
 )
-def test_a_tile_costs_the_host_few_calls_and_operators(
-    circulates: str, direction: str, most_calls: int, most_operations: int
-) -> None:
+def test_a_tile_costs_the_host_few_python_calls(circulates: str, direction: str, most_calls: int) -> None:
     runtime, run = passes(circulates)
     tiles = len(list(getattr(runtime, direction).tiles()))
     assert tiles == RANKS
-    run[direction]()  # what the first run makes
+    run[direction]()  # fills caches
     assert python_calls(run[direction]) / tiles <= most_calls
+
+
+@pytest.mark.parametrize(
+    ("circulates", "direction", "most_operations"),
+    # Before November 2026: 26, 30 and 32 operators.
+    [("kv", "forward", 11), ("kv", "backward", 9), ("q", "backward", 13)],
+)
+def test_a_tile_costs_the_host_few_operators(circulates: str, direction: str, most_operations: int) -> None:
+    _, run = passes(circulates)
+    run[direction]()  # fills caches
     operations: list[str] = []
     with Operations(lambda function, *_: operations.append(str(function))):
         run[direction]()
-    assert len(operations) / tiles <= most_operations
+    assert len(operations) / RANKS <= most_operations

@@ -85,7 +85,7 @@ def test_extra_time_is_taken_within_a_round() -> None:
     assert [row["extra_over_full"] for row in rows] == [0.0, 1.0, 0.25]
 
 
-def test_claims_say_what_held_and_what_did_not() -> None:
+def test_claims_report_whether_they_are_met() -> None:
     x = 64 * 32 * 2 * LAYERS
     half = "seq_fraction:saved_fraction=0.5"
     rows = [

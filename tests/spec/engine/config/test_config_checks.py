@@ -13,6 +13,7 @@ from engine.resolve.legality import check_run, problems
 RANKS4 = "cluster.ranks_per_node=4"
 TP2 = "parallel.tp_size=2 & cluster.ranks_per_node=2"
 IN_BACKWARD = "memory.optimizer_in_backward=true & optimizer.max_grad_norm=null"
+HF = "model.implementation=hf & model.hf_config={num_hidden_layers: 4, model_type: mine}"
 CHATS = f"data.format=jsonl & data.paths=[{__file__}] & data.messages_field=messages & data.chat_template=chatml"
 
 
@@ -33,7 +34,7 @@ memory.optimizer_in_backward=true |
     memory.optimizer_in_backward=true has updated the weights before a step can be judged
 {IN_BACKWARD} & parallel.dp_replicate_size=2 | memory.optimizer_in_backward=true saves nothing here
 model.require_init_from=true |
-    model.init_from: null, but exp=tiny goes on with a trained model and would start from random weights
+    model.init_from: null, but exp=tiny continues a trained model and would start from random weights
 train.evaluate_only=true | train.evaluate_only=true evaluates weights that are there, but none are named
 train.guard.on_nonfinite=rewind & train.checkpoint.at_end=true |
     train.guard: rewind goes back to a checkpoint, but none is saved
@@ -45,7 +46,7 @@ attention.documents=true & train.micro_batch_size=2 | attention.documents=true n
 attention.layout=per_document | attention.layout=per_document divides every document over the ranks
 attention.layout=per_document & attention.documents=true & {TP2} | attention.layout=per_document gives ranks blocks of
 attention.layout=balanced & {TP2} | attention.layout=balanced gives ranks blocks of unequal length
-memory.host_layers=1 | memory.host_layers=1 says how many layers keep in host memory
+memory.host_layers=1 | memory.host_layers=1 is the number of layers with saved tensors
 attention.mask=vertical_slash & attention.vertical_blocks=[1, -1] |
     attention.vertical_blocks: got (1, -1), but blocks count from 0
 attention.mask=vertical_slash & attention.slash_blocks=[0, -1] |
@@ -54,10 +55,22 @@ attention.mask=vertical_slash & attention.slash_blocks=[] | attention.slash_bloc
 model.num_kv_heads=3 | model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4
 model.num_kv_heads=8 | model.num_kv_heads: got 8
 model.head_dim=63 | model.head_dim: got 63, expected an even number
+model.implementation=hf | model.hf_config: null, but model.implementation=hf builds the model from it
+model.num_experts=4 | model.implementation=burst is this engine's Llama-style decoder, which has no model.num_experts
+model.gated_ffn=false | model.implementation=burst is this engine's Llama-style decoder, which has no model.gated_ffn
+{HF} & train.dropout=0.1 | train.dropout=0.1: model.implementation=hf has the dropout of its config.json alone
+{HF} & train.compile=true | train.compile=true: model.implementation=hf is not compiled
+{HF} & {TP2} | parallel.tp_size=2: model.implementation=hf has no tensor parallelism
+{HF} & memory.activation_checkpoint=attn_out_every | memory.activation_checkpoint: got attn_out_every, but
+{HF} & model.rope_scaling.kind=linear & model.rope_scaling.factor=2.0 |
+    model.rope_scaling.kind=linear: model.implementation=hf takes RoPE from model.hf_config
+{HF} & memory.tile_tokens=64 & {RANKS4} & parallel.cp_size=1 & parallel.dp_shard_size=4 |
+    memory.tile_tokens, attention.chunk_tokens: layers run 64 rows at a time, but those of
+{HF} & model.num_layers=5 | model.num_layers is 5, in model.hf_config 4
 model.rope_theta=.inf | model.rope_theta: got inf, expected more than 0
 model.rope_scaling.kind=yarn | model.rope_scaling.original_seq_len: kind=yarn needs the length
 model.rope_scaling.kind=llama3 | model.rope_scaling.original_seq_len: kind=llama3 needs the length
-model.rope_scaling.factor=2.0 | model.rope_scaling.factor: got 2.0, but kind=none
+model.rope_scaling.factor=2.0 | model.rope_scaling.factor: got 2.0, but model.rope_scaling.kind=none
 model.vocab_size=255 | model.vocab_size: got 255, but data.tokenizer=bytes gives 256
 data.tokenizer=bpe | model.vocab_size: got 256, but data.tokenizer=bpe gives 4096 different tokens;
     set model.vocab_size=4096 or more or a smaller data.bpe_vocab_size
@@ -97,14 +110,14 @@ data.length_buckets=[4] & data.length_weights=[0.5, 0.6] |
     data.length_weights: got [0.5, 0.6], expected shares of 0 or more that add up to 1
 data.length_buckets=[4] & data.length_weights=[-0.5, 1.5] | data.length_weights: got [-0.5, 1.5]
 data.length_buckets=[4] & data.length_weights=[.nan, 1.0] | data.length_weights: got [nan, 1.0]
-data.echo_tokens=8 & attention.documents=true | attention.documents=true hides what data.echo_tokens repeats
+data.echo_tokens=8 & attention.documents=true | attention.documents=true masks the tokens that data.echo_tokens repeats
 data.echo_tokens=8 & data.length_buckets=[4] & data.length_weights=[0.5, 0.5] |
     data.length_buckets needs whole documents, and data.echo_tokens cuts them
-exp="" | exp: got '', expected what can name the folder of a run; use letters, digits
-exp=a/b | exp: got 'a/b', expected what can name
-exp=../a | exp: got '../a', expected what can name
-exp=.hidden | exp: got '.hidden', expected what can name
-exp=a b | exp: got 'a b', expected what can name
+exp="" | exp: got '', expected a name for a run folder; use letters, digits
+exp=a/b | exp: got 'a/b', expected a name for
+exp=../a | exp: got '../a', expected a name for
+exp=.hidden | exp: got '.hidden', expected a name for
+exp=a b | exp: got 'a b', expected a name for
 exp={"x" * 101} | exp: got 'xxx
 cluster.container.runtime=docker | cluster.container.runtime=docker needs an image: set cluster.container.image
 cluster.shared_folder=rel | cluster.shared_folder: got 'rel', expected an absolute path
@@ -236,9 +249,12 @@ def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> N
     assert [data for data, is_told in told.items() if is_told] == ["bpe"]
 
 
-def test_what_ranks_find_each_other_by_is_not_set_by_hand_and_no_value_is_told() -> None:
+def test_problems_do_not_show_values_of_variables() -> None:
     (problem,) = problems(config('cluster.environment=["TOKEN=canary-7f3a\\n"]'))
     assert "canary" not in problem.text
+
+
+def test_variables_of_torchrun_or_burst_cannot_be_set() -> None:
     ours = ["BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"]
     theirs = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     found = problems(config(f"cluster.environment=[{', '.join(f'{name}=1' for name in (*ours, *theirs))}]"))

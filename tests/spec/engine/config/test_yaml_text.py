@@ -46,7 +46,7 @@ def test_null_has_the_spellings_of_yaml(text: str) -> None:
 
 
 @given(st.one_of(st.sampled_from(SCALARS), st.text("0123456789_.:eE+-xoXnoyes~=<", max_size=6)))
-def test_dumped_text_is_the_same_text_for_this_reader_and_for_yaml_1_1(text: str) -> None:
+def test_dumped_text_reads_back_in_every_yaml_version(text: str) -> None:
     dumped = yaml.dump({"key": text}, Dumper=ConfigDumper)
     assert load_yaml(dumped)["key"] == text, dumped
     assert yaml.safe_load(dumped)["key"] == text, dumped
@@ -73,7 +73,7 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         written_values("a: &x [*x]\n")
 
 
-def test_every_value_has_its_line_and_a_number_its_spelling() -> None:
+def test_written_values_have_line_numbers() -> None:
     found = written_values("a: 1_000\nb:\n  - 'x'\n  - no\n", "mine.yaml")
     assert {key: (one.line, one.text) for key, one in found.items()} == {
         "a": (1, "1_000"),

@@ -107,7 +107,7 @@ PARTS = st.lists(
 
 @given(contents=st.lists(PARTS, min_size=1, max_size=4))
 @quick
-def test_turns_are_what_was_said_and_its_end_whatever_was_said(contents: list[str]) -> None:
+def test_labels_are_the_replies_with_end_marker(contents: list[str]) -> None:
     messages = [message for text in contents for message in talk("user: a", f"assistant: {text}")]
     assert learned_texts(ChatTemplate("t", CHATML), messages) == [f"{text}<|im_end|>" for text in contents]
     assert learned_texts(ChatTemplate("t", CHATML_MARKED), messages) == [f"{text}<|im_end|>" for text in contents]
@@ -146,19 +146,26 @@ def test_a_single_conversation_is_cut_with_its_labels(tmp_path: Path) -> None:
     assert learned == b"0123456789<|im_end|>9876543210<|im_end|>"
 
 
-def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tmp_path: Path) -> None:
+def test_the_template_named_default_is_used(tmp_path: Path) -> None:
     named: Any = [{"name": ["rag"], "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]
     path = write_tokenizer(tmp_path, named)
     config = DataConfig(tokenizer=str(path), messages_field="messages")
     assert find_template(config).render(Conversation(()), "") == "<|bos|>yes"
+
+
+def test_a_template_file_overrides_tokenizer_config(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, "no")
+    config = DataConfig(tokenizer=str(path), messages_field="messages")
     (tmp_path / "special_tokens_map.json").write_text(
         '{"bos_token": {"content": "<x>"}, "pad_token": {"content": "P"}}'
     )
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }} file")
     rendered = find_template(config).render(Conversation(()), "")
     assert rendered == "<x>P file", "of transformers special_tokens_map.json wins"
-    (tmp_path / "chat_template.jinja").unlink()
-    write_tokenizer(tmp_path)
+
+
+def test_a_missing_template_is_an_error(tmp_path: Path) -> None:
+    config = DataConfig(tokenizer=str(write_tokenizer(tmp_path)), messages_field="messages")
     with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):
         find_template(config)
 
@@ -271,7 +278,7 @@ CHANGED = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said
         ("{{ messages.__class__.__mro__ }}", "cannot render these messages: access to attribute"),
         ("{% for %}", "is not valid Jinja: Expected an expression"),
         (CHANGED, "changes or nests its generation blocks"),
-        ("{% generation %}{% endgeneration %}", "renders nothing that the assistant says"),
+        ("{% generation %}{% endgeneration %}", "renders no text of the assistant"),
     ],
 )
 def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, text: str) -> None:
@@ -285,15 +292,15 @@ def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, te
     ("messages", "text"),
     [
         ({"role": "user"}, r"'messages' is {'role': 'user'}; expected a list of messages"),
-        ([], r"the assistant says nothing in its 0 messages"),
-        (talk("user: x"), r"the assistant says nothing in its 1 messages"),
+        ([], r"the assistant has no text in any of the 0 messages"),
+        (talk("user: x"), r"the assistant has no text in any of the 1 messages"),
         (["x"], r"message 0 is 'x'"),
         ([{"role": "user"}], r"message 0 is {'role': 'user'}"),
         ([*talk("user: x"), {"role": "assistant", "content": None}], r"message 1 is .*None}; .* a string as content"),
         ([*talk("user: x"), {"role": 3, "content": "y"}], r"message 1 is .*3.*an object with role"),
     ],
 )
-def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:
+def test_bad_records_are_located(tmp_path: Path, messages: object, text: str) -> None:
     with pytest.raises(DataError, match=rf"records\.jsonl:2: {text}"):
         prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
 
@@ -330,7 +337,7 @@ CUTS_PARTS = CUTS.replace(
         (
             QWEN3,
             {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "thinking": "b"}, *QUESTION]},
-            "out thinking of message 1, .* keeps it in a row that ends .* before it have weight 0 and no thinking, or",
+            "out thinking of message 1, .* not in a row that ends .* before it have weight 0 and no thinking, or",
         ),
         (
             QWEN3,

@@ -85,11 +85,15 @@ def test_the_standard_library_needs_no_paths() -> None:
     assert any(text.startswith('"""') for text in texts_in(prepared))
 
 
-def test_bpe_is_trained_on_training_text_only_and_progress_adds_up(corpus: Path, tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    first = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400), progress=seen.append)
+def test_bpe_is_trained_on_training_text_only(corpus: Path, tmp_path: Path) -> None:
+    first = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400))
     train_bpe(texts_in(first, first.train), 400).save(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (first.path / "tokenizer.json").read_bytes()
+
+
+def test_progress_adds_up_per_stage(corpus: Path) -> None:
+    seen: list[Progress] = []
+    prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400), progress=seen.append)
     total = len("".join(TEXTS).encode())
     last = {progress.stage: (progress.text_bytes, progress.total_text_bytes) for progress in seen}
     assert list(last.items()) == [("survey", (total, None)), ("tokenizer", (total, total)), ("encode", (total, total))]
@@ -137,7 +141,7 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
         ("chat_template", "chatml", {"messages_field": "m"}),
     ],
 )
-def test_settings_that_change_the_tokens_are_facts_and_no_others(name: str, value: Any, when: Any) -> None:
+def test_facts_are_the_settings_that_change_tokens(name: str, value: Any, when: Any) -> None:
     plain = DataConfig(format="text", paths=("a",))
     needed = replace(plain, **(when or {}))
     assert config_facts(replace(needed, **{name: value})) != config_facts(needed)
@@ -181,11 +185,14 @@ def test_chosen_folder_that_holds_other_files_is_left_alone(corpus: Path) -> Non
     assert len(list(corpus.iterdir())) == len(TEXTS)
 
 
-def test_ranks_open_what_was_prepared_without_its_sources_and_tokenizer(corpus: Path, tmp_path: Path) -> None:
+def test_unprepared_data_is_an_error(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not prepared: nothing at .*out\. Run `burst data prepare`"):
+        open_prepared(text_config(corpus, prepared_dir=str(tmp_path / "out")))
+
+
+def test_ranks_open_prepared_data_without_its_sources(corpus: Path, tmp_path: Path) -> None:
     train_bpe(TEXTS, 280).save(tmp_path)
     config = text_config(corpus, tokenizer=str(tmp_path / "tokenizer.json"), prepared_dir=str(tmp_path / "out"))
-    with pytest.raises(DataError, match=r"not prepared: nothing at .*out\. Run `burst data prepare`"):
-        open_prepared(config)
     (tmp_path / "out").mkdir()
     made = prepare(config)
     assert made.path == tmp_path / "out"
@@ -197,14 +204,22 @@ def test_ranks_open_what_was_prepared_without_its_sources_and_tokenizer(corpus: 
     assert texts_in(opened) == sorted(TEXTS)
 
 
-def test_damaged_cache_is_made_again_and_a_damaged_chosen_folder_named(corpus: Path, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_prepared_again(corpus: Path) -> None:
     config = text_config(corpus)
     (prepare(config).path / "train" / "tokens-00000.bin").write_bytes(b"\0")
     assert texts_in(prepare(config)) == sorted(TEXTS)
-    chosen = replace(config, prepared_dir=str(tmp_path / "out"))
+
+
+def test_a_damaged_chosen_folder_is_an_error(corpus: Path, tmp_path: Path) -> None:
+    chosen = text_config(corpus, prepared_dir=str(tmp_path / "out"))
     (prepare(chosen).path / "train" / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"no manifest at .*train/manifest\.json"):
         prepare(chosen)
+
+
+def test_a_folder_of_another_program_is_an_error(corpus: Path, tmp_path: Path) -> None:
+    chosen = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+    prepare(chosen)
     (tmp_path / "out/prepared.json").write_text('{"identity": {"config": []}}')
     with pytest.raises(DataError, match="was not written by burst"):
         prepare(chosen)
@@ -249,7 +264,7 @@ def prepare_and_die(config: DataConfig) -> None:
     prepare(config, progress=die)
 
 
-def test_a_killed_process_leaves_no_data_and_blocks_nobody(corpus: Path, cache: Path) -> None:
+def test_prepare_recovers_from_a_killed_process(corpus: Path, cache: Path) -> None:
     config = text_config(corpus)
     process = multiprocessing.get_context("spawn").Process(target=prepare_and_die, args=(config,))
     process.start()
@@ -301,7 +316,7 @@ def test_processes_that_prepare_together_share_one_result(corpus: Path, cache: P
     assert len(prepared_in(cache)) == 1
 
 
-def test_a_waiting_process_says_so_again_and_again(corpus: Path, tmp_path: Path) -> None:
+def test_a_waiting_process_reports_repeatedly(corpus: Path, tmp_path: Path) -> None:
     waits: list[Progress] = []
     with (tmp_path / ".out.lock").open("ab") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -344,13 +359,19 @@ def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
         prepared.load_tokenizer()
 
 
-def test_foreign_shards_are_read_through_once_and_must_be_there_and_agree(tmp_path: Path) -> None:
+def test_foreign_shards_are_read_through_in_prepare_only(tmp_path: Path) -> None:
     config = shards_config(write_token_set(tmp_path / "s", [1] * 39 + [100]))
     open_prepared(config)  # as ranks do
     with pytest.raises(DataError, match="token 39"):
         prepare(config)
+
+
+def test_missing_foreign_shards_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no manifest at .*nowhere"):
         open_prepared(shards_config(tmp_path / "nowhere"))
+
+
+def test_splits_of_foreign_shards_must_have_one_vocabulary(tmp_path: Path) -> None:
     for split, vocab_size in (("train", 50), ("validation", 60)):
         write_token_set(tmp_path / "p" / split, [1, 2], vocab_size=vocab_size)
     with pytest.raises(DataError, match="vocab_size of train is 50 but of validation 60"):

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from engine.data.prepare import open_training_data, prepare
 from engine.data.sampler import (
     BLOCK,
     IGNORE_INDEX,
+    Batch,
     Sampler,
     Samples,
     by_length,
@@ -107,29 +108,50 @@ def test_a_corpus_shorter_than_a_sample_is_refused_with_the_longest_seq_len(
         list(sequential_batches(make_shards(tmp_path / "s", [1]), 4, batch_size=1))
 
 
-@given(
+class Validation(NamedTuple):
+    """The first `count` tokens as validation data of `dp_size` ranks."""
+
+    count: int
+    seq_len: int
+    batch_size: int
+    dp_size: int
+    max_samples: int | None
+
+    def batches(self, counting: TokenShards) -> list[list[Batch]]:
+        """Return the batches of every rank."""
+        shards = counting.split_tail(1 - self.count / 1000)[0]
+        how: dict[str, Any] = {"batch_size": self.batch_size, "max_samples": self.max_samples}
+        ranks = range(self.dp_size)
+        return [list(sequential_batches(shards, self.seq_len, dp=(rank, self.dp_size), **how)) for rank in ranks]
+
+
+VALIDATIONS = st.builds(
+    Validation,
     count=st.integers(2, 80),
     seq_len=st.integers(1, 100),
     batch_size=st.integers(1, 3),
     dp_size=st.integers(1, 4),
     max_samples=st.none() | st.integers(1, 30),
 )
+
+
+@given(VALIDATIONS)
 @quick
-def test_validation_sees_every_token_once_however_it_is_divided_and_all_ranks_are_asked_equally_often(
-    counting: TokenShards, count: int, seq_len: int, batch_size: int, dp_size: int, max_samples: int | None
-) -> None:
-    shards = counting.split_tail(1 - count / 1000)[0]
-    how: dict[str, Any] = {"batch_size": batch_size, "max_samples": max_samples}
-    ranks = [list(sequential_batches(shards, seq_len, dp=(rank, dp_size), **how)) for rank in range(dp_size)]
-    assert len({len(batches) for batches in ranks}) == 1
+def test_validation_sees_every_token_once_on_any_number_of_ranks(counting: TokenShards, case: Validation) -> None:
     seen: Counter[int] = Counter()
-    for batch in (batch for batches in ranks for batch in batches):
-        assert batch.tokens.shape == batch.labels.shape == (batch_size, seq_len)
+    for batch in (batch for batches in case.batches(counting) for batch in batches):
+        assert batch.tokens.shape == batch.labels.shape == (case.batch_size, case.seq_len)
         real = batch.labels != IGNORE_INDEX
         assert (batch.labels[real] == batch.tokens[real] + 1).all()
         seen.update(batch.labels[real].tolist())
-    last = count if max_samples is None else min(count, max_samples * seq_len + 1)
+    last = case.count if case.max_samples is None else min(case.count, case.max_samples * case.seq_len + 1)
     assert seen == Counter(range(1, last))
+
+
+@given(VALIDATIONS)
+@quick
+def test_all_ranks_have_equally_many_validation_batches(counting: TokenShards, case: Validation) -> None:
+    assert len({len(batches) for batches in case.batches(counting)}) == 1
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -194,13 +216,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
         ((0.99985, 0.0001, 0.00005), [BLOCK - 2, 1, 1]),
     ],
 )
-def test_shares_are_those_of_the_weights_and_nobody_gets_none(
+def test_shares_follow_the_weights_with_at_least_one_sample(
     sources: list[Samples], weights: tuple[float, ...], expected: list[int]
 ) -> None:
     assert sorted(Sampler(sources[: len(weights)], weights).shares, reverse=True) == expected
 
 
-def test_of_every_block_each_set_has_its_share_and_a_batch_holds_whole_rows(sources: list[Samples]) -> None:
+def test_every_block_has_the_share_of_each_source(sources: list[Samples]) -> None:
     mixed = Sampler(sources, (0.7, 0.2, 0.1), seed=1)
     for block in range(2):
         places = [mixed.locate(block * BLOCK + position) for position in range(BLOCK)]
@@ -210,6 +232,9 @@ def test_of_every_block_each_set_has_its_share_and_a_batch_holds_whole_rows(sour
             expected = [samples[number] for number in range(block * share, (block + 1) * share)]
             assert sorted(own) == sorted(expected)  # those that come next in its own order
             assert abs((drawn[:1000] == start).mean() - share / BLOCK) < 0.06  # and early in it about as many
+
+
+def test_rows_of_a_mixture_are_whole_samples(sources: list[Samples]) -> None:
     batch = Sampler(sources, (1.0, 1.0, 1.0), seed=1).batch(0, 0, 0, 1, 64)
     # As it always was: runs that resume rely on it.
     assert batch.tokens[:9, 0].tolist() == [1500, 1450, 1000, 1420, 1460, 1420, 1500, 1500, 1110]
@@ -241,7 +266,7 @@ def test_each_corpus_of_a_mixture_is_divided_by_length_within_itself(tmp_path: P
         open_training_data(replace(mixed, mix_paths=(str(bpe.prepared_dir),)))
 
 
-def test_what_changes_the_samples_changes_the_hash_and_nothing_that_is_prepared(tmp_path: Path) -> None:
+def test_settings_of_the_sampler_change_only_the_content_hash(tmp_path: Path) -> None:
     main, other = prepared(tmp_path, "a"), prepared(tmp_path, "b")
     plain = open_training_data(main)
     assert plain.content_hash == plain.main.content_hash
@@ -255,7 +280,11 @@ def test_what_changes_the_samples_changes_the_hash_and_nothing_that_is_prepared(
     configs = [replace(main, **changes) for changes in changed]
     assert len({plain.content_hash, *(open_training_data(config).content_hash for config in configs)}) == 8
     assert {prepare(config).path for config in configs} == {plain.main.path}
-    batch = open_training_data(configs[-1]).sampler(32, 0, grad_accum_steps=1).batch(0, 0, 0, 1, 4)
+
+
+def test_echoed_tokens_repeat_in_every_row(tmp_path: Path) -> None:
+    config = replace(prepared(tmp_path, "a"), echo_tokens=16)
+    batch = open_training_data(config).sampler(32, 0, grad_accum_steps=1).batch(0, 0, 0, 1, 4)
     np.testing.assert_array_equal(batch.tokens[:, :16], batch.tokens[:, 16:])  # echoed
     np.testing.assert_array_equal(batch.labels[:, :-1], batch.tokens[:, 1:])
     assert all(starts.tolist() == [0] for starts in batch.documents)

@@ -65,12 +65,16 @@ def test_what_is_written_is_read_back(
     assert (folder / "prompts.bin").exists() == any(prompts)
 
 
-def test_files_are_little_endian_and_as_narrow_as_the_vocabulary_allows(tmp_path: Path) -> None:
+def test_files_are_little_endian(tmp_path: Path) -> None:
     write_documents(tmp_path / "s", [[("ab", False)], [("c", True)]])
     assert (tmp_path / "s" / "tokens-00000.bin").read_bytes() == b"a\0b\0\xff\0c\0\xff\0"
     assert (tmp_path / "s" / "documents.bin").read_bytes() == bytes([0] * 8 + [3] + [0] * 7)
     assert (tmp_path / "s" / "prompts.bin").read_bytes() == bytes([3] + [0] * 7 + [4] + [0] * 7)
     assert (tmp_path / "s" / "token_bytes.bin").read_bytes() == b"\1\0\0\0" * 255 + b"\0" * 4
+
+
+def test_manifest_describes_the_files(tmp_path: Path) -> None:
+    write_documents(tmp_path / "s", [[("ab", False)], [("c", True)]])
     hashed = hashlib.sha256(b"a\0b\0\xff\0c\0\xff\0").hexdigest()
     assert json.loads((tmp_path / "s" / "manifest.json").read_text()) == {
         **{"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 256, "token_count": 5},
@@ -79,16 +83,23 @@ def test_files_are_little_endian_and_as_narrow_as_the_vocabulary_allows(tmp_path
         **{"prompts_file": "prompts.bin", "prompt_count": 1, "token_bytes_file": "token_bytes.bin", "text_bytes": 3},
         **{"counted_bytes": 3, "source": "made up", "writer": "burst"},
     }
+
+
+def test_ids_are_stored_as_narrow_as_the_vocabulary_allows() -> None:
     assert [storage_dtype(size) for size in (256, 1 << 16, (1 << 16) + 1)] == ["uint16", "uint16", "uint32"]
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))
-def test_every_dtype_and_several_files_are_read_and_nothing_past_the_end(tmp_path: Path, dtype: str) -> None:
+def test_every_dtype_is_read_across_files(tmp_path: Path, dtype: str) -> None:
     files = [{"name": "t.bin", "token_count": 3}, {"name": "u.bin", "token_count": 2}]
     np.array([5, 6]).astype(dtype).tofile(tmp_path / "u.bin")
     shards = make_shards(tmp_path, [1, 2, 99], dtype=dtype, files=files, token_count=5)
     assert shards.read(1, 4).tolist() == [2, 99, 5, 6]
     assert shards.read(0, 4).tolist() == [1, 2, 99, 5]
+
+
+def test_reads_outside_the_tokens_are_errors(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [1, 2, 99, 5, 6])
     for start, count in ((0, 6), (-1, 2), (5, 1)):
         with pytest.raises(IndexError):
             shards.read(start, count)
@@ -160,9 +171,7 @@ def test_echo_repeats_every_chunk_once(
     ("name", "dtype", "bad", "offset"),
     [("t.bin", "uint32", 100, 4000), ("t.bin", "int64", -1, 8000), ("t.npy", "uint16", 700, 2128)],
 )
-def test_an_id_outside_the_vocabulary_is_named_with_file_and_offset(
-    tmp_path: Path, name: str, dtype: str, bad: int, offset: int
-) -> None:
+def test_an_id_outside_the_vocabulary_is_located(tmp_path: Path, name: str, dtype: str, bad: int, offset: int) -> None:
     ids = [1] * 1000 + [bad, 2]
     folder = write_token_set(tmp_path / "s", ids, dtype=dtype, files=[{"name": name, "token_count": 1002}])
     np.save(folder / "t.npy", np.array(ids).astype(dtype))
@@ -197,7 +206,7 @@ def file_of(name: str, count: int, **facts: Any) -> dict[str, Any]:
 WRONG: list[tuple[dict[str, Any], Any, str]] = [
     (file_of("x.npy", 5), np.zeros((2, 2), np.uint16), r"x\.npy holds uint16 of shape \(2, 2\)"),
     (file_of("x.npy", 5), np.zeros(5, np.float32), "holds float32"),
-    (file_of("x.npy", 5), np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest says 5"),
+    (file_of("x.npy", 5), np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest states 5"),
     (file_of("x.npy", 5), np.array([None] * 5), r"cannot read .*x\.npy"),
     *(
         ({"documents_file": "x.bin"}, entries, rf"0, that .* the 5 tokens, .* from {place} on are \[{bad}\]")

@@ -56,11 +56,14 @@ def test_long_text_is_read_in_chunks_that_join_to_it(tmp_path: Path, unit: str) 
         assert "\n" not in unit or all(part.endswith("\n") for part in parts[:-1])
 
 
-def test_records_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
+def test_json_lines_are_documents(tmp_path: Path) -> None:
     lines = [json.dumps({"body": "one\ntwo"}), "", json.dumps({"body": "ü", "title": "cut \ud83d"})]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines))
     (tmp_path / "b.ndjson").write_text('{"body": "last"}')
     assert read_all("jsonl", tmp_path, text_field="body") == [["one\ntwo"], ["ü"], ["last"]]
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     texts = [f"row {index} ü" for index in range(600)]
     for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         pq.write_table(pa.table({"id": list(range(600)), "body": pa.array(texts, type=kind)}), tmp_path / "a.parquet")
@@ -123,7 +126,7 @@ def test_unreadable_data_are_named_with_their_position(
         read_all(kind, *([tmp_path] if name == "nope" else []), tmp_path / name)
 
 
-def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: Path) -> None:
+def test_stdlib_leaves_out_files_that_differ_between_machines(tmp_path: Path) -> None:
     names = ["os.py", "json/decoder.py", "test/test_os.py", "idlelib/idle_test/a.py", "site-packages/x.py", "latin.py"]
     names += ["ensurepip/_bundled/p.py", "lib2to3/tests/t.py", "dist-packages/y.py", "unittest/test/b.py"]
     for name in [*names, "_sysconfigdata__linux.py", "__pycache__/os.py", "os.pyc"]:
@@ -132,6 +135,9 @@ def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: P
     (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "os.py")
     found = [str(path.relative_to(tmp_path)) for path in stdlib_files(tmp_path)]
     assert found == ["json/decoder.py", "latin.py", "os.py"]
+
+
+def test_stdlib_file_of_another_encoding_is_empty(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n'\xe4'")
     assert list(open_source(DataConfig()).read(tmp_path / "latin.py")) == []
 
@@ -161,12 +167,15 @@ def test_max_bytes_is_exact_up_to_a_whole_character(texts: list[str], limit: int
     assert all(chunk.begins and chunk.text for chunk in chunks)
 
 
-def test_nothing_is_read_past_max_bytes_and_empty_documents_are_none() -> None:
+def test_nothing_is_read_past_max_bytes() -> None:
     def texts_with_a_trap() -> Iterator[str]:
         yield "12345"
         raise AssertionError("read past the limit")
 
     assert documents(make_pieces("abc", texts_with_a_trap(), max_bytes=8)) == [["abc"], ["12345"]]
+
+
+def test_empty_documents_are_left_out() -> None:
     assert documents(make_pieces("", "a", ["", ""], ["", "b", "", "c"])) == [["a"], ["b", "c"]]
 
 
@@ -182,10 +191,16 @@ def size(chunks: Iterable[TextChunk]) -> int:
 
 @given(st.lists(parts, min_size=2, max_size=30), fractions)
 @quick
-def test_neither_side_is_empty_and_every_document_is_whole_on_one(texts: list[list[str]], fraction: float) -> None:
+def test_neither_split_is_empty(texts: list[list[str]], fraction: float) -> None:
     train, validation = map(documents, sides_of(make_pieces(*texts), fraction))
     assert train
     assert validation
+
+
+@given(st.lists(parts, min_size=2, max_size=30), fractions)
+@quick
+def test_every_document_is_whole_in_one_split(texts: list[list[str]], fraction: float) -> None:
+    train, validation = map(documents, sides_of(make_pieces(*texts), fraction))
     assert sorted(train + validation) == sorted(texts)
 
 

@@ -34,13 +34,27 @@ TOKEN_BYTES = {tokenizer.name: tokenizer.token_bytes() for tokenizer in EXACT}
 @pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
 @given(text=st.text(st.characters(codec="utf-8"), max_size=200))
 @quick
-def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
+def test_decoded_ids_are_the_text(tokenizer: Any, text: str) -> None:
     [ids] = tokenizer.encode([text])
     assert tokenizer.decode([*ids, tokenizer.eod_id]) == text
+    assert tokenizer.eod_id not in ids
+
+
+@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=200))
+@quick
+def test_ids_are_below_the_vocabulary_size(tokenizer: Any, text: str) -> None:
+    [ids] = tokenizer.encode([text])
+    assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=200))
+@quick
+def test_token_bytes_add_up_to_the_text(tokenizer: Any, text: str) -> None:
+    [ids] = tokenizer.encode([text])
     assert TOKEN_BYTES[tokenizer.name][tokenizer.eod_id] == 0
     assert TOKEN_BYTES[tokenizer.name][ids].sum() == len(text.encode())
-    assert tokenizer.eod_id not in ids
-    assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
 
 
 def test_bpe_training_is_deterministic(tmp_path: Path) -> None:
@@ -94,7 +108,7 @@ def test_ids_that_no_token_has_count_no_bytes() -> None:
     assert words.token_bytes().shape == (words.vocab_size,) == (11,)
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path: Path) -> None:
+def test_length_limits_of_a_tokenizer_file_are_ignored(tmp_path: Path) -> None:
     inner = make_word_level(**{"</s>": 3})
     inner.enable_truncation(2)
     inner.enable_padding(length=8)
@@ -193,18 +207,32 @@ def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family:
     assert data.train.manifest.bos_ids == (() if start is None else (theirs.convert_tokens_to_ids(start),))
 
 
-def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
-    texts = [*TEXTS, "hello there " * 100_000]  # the last one in two chunks
-    data = prepare(config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), texts, prompt_field="ask"))
-    found = 0
-    for shards in (data.train, data.validation):
+@pytest.fixture(scope="module")
+def begun_prompts(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    """Prompts and answers, each beginning with a bos token; the last one is read in two chunks."""
+    folder, texts = tmp_path_factory.mktemp("prompts"), [*TEXTS, "hello there " * 100_000]
+    tokenizer = tokenizer_of(folder / "model", TEMPLATES["start"])
+    return prepare(replace(config_of(folder, tokenizer, texts, prompt_field="ask"), prepared_dir=str(folder / "out")))
+
+
+def test_every_prompt_begins_with_one_bos_token(begun_prompts: PreparedData) -> None:
+    splits = (begun_prompts.train, begun_prompts.validation)
+    found = sum((shards.read(0, shards.token_count) == shards.manifest.bos_ids[0]).sum() for shards in splits)
+    assert found == len(TEXTS) + 1
+
+
+def test_bos_tokens_before_a_prompt_are_not_learned(begun_prompts: PreparedData) -> None:
+    for shards in (begun_prompts.train, begun_prompts.validation):
         tokens, [first] = shards.read(0, shards.token_count), shards.manifest.bos_ids
-        found += int((tokens == first).sum())
         assert shards.is_prompt(0, shards.token_count)[tokens == first].all()
-        assert data.token_bytes is not None
-        assert data.token_bytes[first] == 0
-        assert data.token_bytes[tokens].sum() == shards.text_bytes
-    assert found == len(texts)
+
+
+def test_bos_tokens_have_no_text_bytes(begun_prompts: PreparedData) -> None:
+    token_bytes = begun_prompts.token_bytes
+    assert token_bytes is not None
+    for shards in (begun_prompts.train, begun_prompts.validation):
+        assert token_bytes[shards.manifest.bos_ids[0]] == 0
+        assert token_bytes[shards.read(0, shards.token_count)].sum() == shards.text_bytes
 
 
 def test_bytes_of_a_set_are_those_of_its_text_where_added_tokens_swallow_blanks(tmp_path: Path) -> None:
@@ -221,11 +249,15 @@ def test_bytes_of_a_set_are_those_of_its_text_where_added_tokens_swallow_blanks(
     assert total == pytest.approx(sum(len(text.encode()) for text in texts)), "bytes are not those of the text"
 
 
-def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
-    config = begun_corpus(tmp_path)
-    data = prepare(config)
+def test_validation_begins_with_a_bos_token(tmp_path: Path) -> None:
+    data = prepare(begun_corpus(tmp_path))
     first = next(iter(sequential_batches(data.validation, 32, batch_size=1)))
     assert first.tokens[0, 0] == data.validation.manifest.bos_ids[0]
+
+
+def test_needle_tasks_begin_with_a_bos_token(tmp_path: Path) -> None:
+    config = begun_corpus(tmp_path)
+    data = prepare(config)
     run = RunConfig(data=config)
     run = replace(run, train=replace(run.train, seq_len=300, eval_needle_depths=3))
     tasks = needle_tasks(run, data)
@@ -243,14 +275,23 @@ def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
     assert all(low < high for low, high in pairwise(positions))
 
 
-def test_without_it_documents_begin_with_their_text_and_are_not_taken_for_others_or_mixed(tmp_path: Path) -> None:
+def test_bos_off_is_other_data_than_bos_auto(tmp_path: Path) -> None:
     config = begun_corpus(tmp_path)
     prepare(config)
     with pytest.raises(DataError, match="bos: made with 'auto', now 'off'"):
         open_prepared(replace(config, bos="off"))
-    data = prepare(replace(config, bos="off", prepared_dir=str(tmp_path / "other")))
+
+
+def test_without_bos_documents_begin_with_their_text(tmp_path: Path) -> None:
+    data = prepare(replace(begun_corpus(tmp_path), bos="off"))
     ids = data.load_tokenizer().encode(TEXTS)
     assert all_documents(data) == sorted([*text.tolist(), data.train.manifest.eod_id] for text in ids)
     assert data.train.manifest.bos_ids == ()
+
+
+def test_corpora_with_other_bos_tokens_are_not_mixed(tmp_path: Path) -> None:
+    config = begun_corpus(tmp_path)
+    prepare(config)
+    prepare(replace(config, bos="off", prepared_dir=str(tmp_path / "other")))
     with pytest.raises(DataError, match=r"and beginning \[3\].*same data\.tokenizer and data\.bos"):
         open_training_data(replace(config, mix_paths=(str(tmp_path / "other"),), mix_weights=(0.5, 0.5)))

@@ -71,13 +71,13 @@ def test_bad_rows_of_all_files_are_listed_together(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": 5}\n')
     with pytest.raises(DataError) as caught:
         texts(opened("jsonl", tmp_path))
-    for place in ("3 places", "a.jsonl:2: bad JSON", "a.jsonl:3: no key", "b.jsonl:1: 'text' is 5"):
+    for place in ("3 parts", "a.jsonl:2: bad JSON", "a.jsonl:3: no key", "b.jsonl:1: 'text' is 5"):
         assert place in str(caught.value), f"{place} is missing"
 
 
 def test_many_bad_rows_are_listed_up_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{bad\n" * 50)
-    with pytest.raises(DataError, match="50 places") as caught:
+    with pytest.raises(DataError, match="50 parts") as caught:
         texts(opened("jsonl", tmp_path))
     assert "and 30 more" in str(caught.value)
 
@@ -100,7 +100,7 @@ CHATS = """{"messages": [{"role": "user", "content": "q"}, {"role": "assistant",
 """
 
 
-def test_bad_rows_are_left_out_and_counted_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_bad_row_skip_counts_the_rows_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
     rows = b'{"text": "one"}\n{bad\n{"other": 1}\n{"text": 5}\n{"text": "\xff"}\n{"text": "two"}\n'
     (tmp_path / "a.jsonl").write_bytes(rows)
@@ -154,7 +154,7 @@ def test_bad_rows_of_parquet_are_listed_together(tmp_path: Path) -> None:
 
 def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(CHATS.splitlines()[2] + "\n")
-    with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the model's own template"):
+    with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the template of the model"):
         texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
 
 

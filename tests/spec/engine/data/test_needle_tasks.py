@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FileFormat
 
 from engine.config.errors import ConfigError, DataError
-from engine.config.settings import RunConfig, TrainConfig
+from engine.config.settings import DataConfig, RunConfig, TrainConfig
 from engine.data.needles import NeedleTask, NeedleTasks, haystack, make_needle, needle_tasks, needle_text
 from engine.data.prepare import prepare
 from engine.data.shards import TokenShards
@@ -108,7 +108,7 @@ def test_the_text_reads_as_people_would_write_it(splits: dict[str, TokenShards],
     assert "ducks swim" in control
 
 
-def test_a_sample_is_the_same_text_at_every_depth_and_without_its_sentence(splits: dict[str, TokenShards]) -> None:
+def test_a_sample_has_the_same_haystack_at_every_depth(splits: dict[str, TokenShards]) -> None:
     tasks = make_tasks(splits["bytes"], TOKENIZERS["bytes"], 700)
     needle = tasks.needles[0]
     control = tasks.task(3).tokens
@@ -163,29 +163,32 @@ def test_a_haystack_wraps_around_at_the_end_of_the_split(
     assert (haystack(shards, start, count) == np.resize(text, count)).all()
 
 
-def test_a_split_without_text_and_a_tokenizer_that_cannot_spell_numbers_are_errors(tmp_path: Path) -> None:
+def test_a_split_without_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no text to hide a sentence in"):
         haystack(write_split(tmp_path, ByteTokenizer(), ("", "", "")), 0, 5)
+
+
+def test_a_tokenizer_that_cannot_spell_numbers_is_an_error() -> None:
     inner = FileFormat(models.WordLevel({"[UNK]": 0, "</s>": 1, "the": 2}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(DataError, match=r"tokenizer words spells the number '48217' as"):
         make_needle(FileTokenizer(inner, "words"), " The secret number of amber is", " 48217")
 
 
-def test_a_run_gets_the_tasks_that_it_asks_for_and_of_a_sequence_too_short_the_length_that_is_enough(
-    tmp_path: Path,
-) -> None:
+def tasks_of_run(data: DataConfig, seq_len: int, depths: int = 3) -> NeedleTasks | None:
+    train = TrainConfig(seq_len=seq_len, eval_needle_depths=depths, eval_needle_samples=5)
+    return needle_tasks(RunConfig(data=data, train=train), prepare(data))
+
+
+def test_a_run_without_depths_has_no_needle_tasks(tmp_path: Path) -> None:
+    assert tasks_of_run(text_corpus(tmp_path, "".join(TEXTS) * 9), 200, depths=0) is None
+
+
+def test_the_error_for_a_short_sequence_names_a_sufficient_length(tmp_path: Path) -> None:
     data = text_corpus(tmp_path, "".join(TEXTS) * 9)
-    prepared = prepare(data)
-
-    def tasks_of(seq_len: int, depths: int = 3) -> NeedleTasks | None:
-        train = TrainConfig(seq_len=seq_len, eval_needle_depths=depths, eval_needle_samples=5)
-        return needle_tasks(RunConfig(data=data, train=train), prepared)
-
-    assert tasks_of(200, depths=0) is None
     with pytest.raises(ConfigError, match=r"set train\.seq_len=\d+ or more") as caught:
-        tasks_of(40)
+        tasks_of_run(data, 40)
     enough = int(re.findall(r"set train\.seq_len=(\d+)", str(caught.value))[0])
-    tasks = tasks_of(enough)
+    tasks = tasks_of_run(data, enough)
     assert tasks is not None
     assert [tasks.task(number).tokens.size for number in range(len(tasks))] == [enough] * 5 * (3 + 1)

@@ -19,7 +19,7 @@ from engine.device.row_blocks import (
 CPU = torch.device("cpu")
 
 
-def test_a_rehearsal_visits_the_first_two_spans_and_the_last() -> None:
+def test_a_fake_run_visits_three_sample_spans() -> None:
     with use_fake_run(FakeRun()):
         assert list(spans(45, 10)) == [slice(0, 10), slice(10, 20), slice(40, 45)]
         assert list(spans(25, 10)) == [slice(0, 10), slice(10, 20), slice(20, 25)]

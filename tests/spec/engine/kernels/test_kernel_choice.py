@@ -60,8 +60,11 @@ def test_deterministic_runs_on_hopper_do_not_take_cudnn() -> None:
         chosen(ask(HOPPER, deterministic=True), "aten_cudnn")
 
 
-def test_fp32_and_old_gpus_get_the_memory_efficient_kernel() -> None:
+def test_fp32_uses_the_memory_efficient_kernel() -> None:
     assert chosen(ask(HOPPER, FP32)).kernel.name == "aten_efficient"
+
+
+def test_old_gpus_use_the_memory_efficient_kernel() -> None:
     assert chosen(ask(TURING, torch.float16)).kernel.name == "aten_efficient"
 
 
@@ -110,7 +113,7 @@ REQUESTS = st.builds(
 
 
 @given(REQUESTS)
-def test_whatever_is_chosen_can_do_what_is_asked_and_nothing_better_could(request_: KernelRequest) -> None:
+def test_the_chosen_kernel_is_the_first_capable_one(request_: KernelRequest) -> None:
     order = preference(request_)
     can = [name for name in order if problem_of(KERNELS[name].capabilities, request_) is None]
     if not can:
@@ -188,7 +191,7 @@ def on_cpu(request: KernelRequest, name: str = "auto", **kernels: type[TileKerne
     return choose(name, request, trial, fakes)  # type: ignore[arg-type]
 
 
-def test_a_named_kernel_that_plans_every_shape_is_taken_for_documents_and_says_what_that_means() -> None:
+def test_a_named_kernel_warns_about_plans_per_document_shape() -> None:
     reason = on_cpu(ask(HOPPER, documents=True), "aten_cudnn").reason
     assert reason.startswith("attention.kernel=aten_cudnn; it builds a plan for every new shape")
     assert on_cpu(ask(HOPPER), "aten_cudnn").reason == "attention.kernel=aten_cudnn"
@@ -259,7 +262,7 @@ def test_a_trial_has_windows_where_the_run_has() -> None:
     assert "of a band tile" in on_cpu(ask(AMPERE, windows=True), aten_flash=kind).failed["aten_flash"]
 
 
-def test_a_named_kernel_that_fails_its_trial_is_an_error_and_not_replaced() -> None:
+def test_a_failed_trial_of_a_named_kernel_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"attention.kernel=fa4: .*fa4: failed its trial: ValueError") as raised:
         on_cpu(ask(BLACKWELL), "fa4", fa4=Crashing)
     assert "fa4" not in str(raised.value).partition("legal here: ")[2]

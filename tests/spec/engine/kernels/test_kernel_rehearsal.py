@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor], int, int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rehearsal_of_a_gpu_takes_results_and_no_wide_temporaries(name: str) -> None:
+def test_a_fake_run_of_a_gpu_allocates_no_wide_temporaries(name: str) -> None:
     function, inputs, results, expected = CASES[name]
     with (
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,25 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
     return int(found)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_read_16_bytes_at_once_round_to_nearest_and_spill_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    kernel = compiled(*KERNELS[name], "bf16")
-    ptx = kernel.asm["ptx"]
-    assert "ld.global.v4.b32" in ptx
-    casts = set(re.findall(r"cvt(?:\.\w+)*\.bf16\w*\.f32", ptx))
+@pytest.fixture(scope="module", params=KERNELS)
+def bf16_kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Every kernel, compiled for bf16 tensors."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield compiled(*KERNELS[request.param], "bf16")
+
+
+def test_kernels_load_16_bytes_per_instruction(bf16_kernel: Any) -> None:
+    assert "ld.global.v4.b32" in bf16_kernel.asm["ptx"]
+
+
+def test_kernels_round_to_nearest(bf16_kernel: Any) -> None:
+    casts = set(re.findall(r"cvt(?:\.\w+)*\.bf16\w*\.f32", bf16_kernel.asm["ptx"]))
     assert all(cast.startswith("cvt.rn.") for cast in casts), casts
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+
+
+def test_kernels_spill_no_registers(bf16_kernel: Any, tmp_path: Path) -> None:
+    assert stack_bytes(bf16_kernel.asm["cubin"], tmp_path) == 0
 
 
 def test_no_thread_writes_an_lse_that_another_still_has_to_read(

@@ -36,13 +36,13 @@ def growth_per_row(function: Any, *, train: bool, dtype: torch.dtype = torch.flo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_takes_only_hidden_label_and_gradient_per_row(dtype: torch.dtype) -> None:
+def test_training_memory_per_row_has_no_logits(dtype: torch.dtype) -> None:
     # hidden and its gradient; one int64 label. Nothing else may grow with the rows.
     allowed = 2 * SIZE * dtype.itemsize + 8
     assert growth_per_row(linear_cross_entropy, train=True, dtype=dtype) <= allowed
 
 
-def test_evaluation_takes_only_hidden_and_label_per_row() -> None:
+def test_evaluation_memory_per_row_has_no_logits() -> None:
     assert growth_per_row(linear_cross_entropy, train=False) <= SIZE * 4 + 8
 
 

@@ -43,9 +43,7 @@ def ours(head_dim: int, theta: float, **settings: object) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("theta", [1e4, 1e6])
 @pytest.mark.parametrize("factor", [1.0, 8.0, 32.5])
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
-def test_frequencies_and_factor_are_those_of_transformers(
-    head_dim: int, theta: float, factor: float, kind: str
-) -> None:
+def test_rope_scaling_equals_transformers(head_dim: int, theta: float, factor: float, kind: str) -> None:
     peers: dict[str, tuple[dict[str, object], int | None]] = {
         "linear": ({"rope_type": "linear", "factor": factor}, None),
         # Theirs changes with the length; at factor x the original one it is the fixed rule for that length.
@@ -83,7 +81,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], list[tuple[int, ...]]]] = [
 ]
 
 
-def test_a_sum_and_its_norm_are_those_of_two_steps() -> None:
+def test_add_rms_norm_equals_two_steps() -> None:
     branch, residual, weight = (torch.randn(shape).bfloat16() for shape in ((2, 3, 8), (2, 3, 8), (8,)))
     separate = branch + residual
     total, normed = add_rms_norm(branch, residual, weight, 1e-5)
@@ -92,7 +90,7 @@ def test_a_sum_and_its_norm_are_those_of_two_steps() -> None:
     assert torch.equal(normed, rms_norm(separate, weight, 1e-5))
 
 
-def test_inputs_and_incoming_gradients_are_left_as_they_were() -> None:
+def test_functions_do_not_modify_their_arguments() -> None:
     for function, shapes in FUNCTIONS:
         inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
         before = [x.detach().clone() for x in inputs]

@@ -20,7 +20,7 @@ def parts_of(tokens: np.ndarray, labels: np.ndarray, layout_name: str, padded: i
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
-def test_tokens_labels_and_positions_stay_together(layout_name: str) -> None:
+def test_a_layout_permutes_all_fields_alike(layout_name: str) -> None:
     tokens = np.arange(10, dtype=np.int64)[None].repeat(2, axis=0)
     parts = parts_of(tokens, tokens + 1, layout_name, padded=12, size=3)
     for part in parts:
@@ -39,7 +39,7 @@ def test_padding_has_no_label() -> None:
     assert parts[0].tokens.tolist() == [[1, 1, 0, 0]]
 
 
-def test_labels_are_divided_among_tensor_parallel_ranks_and_tokens_are_not() -> None:
+def test_tensor_parallel_ranks_divide_labels_only() -> None:
     tokens = np.arange(8, dtype=np.int64)[None].repeat(2, axis=0)
     layout = build_layout("zigzag", 8, 2)  # rank 0 holds positions 0 1 | 6 7
     place = {"layout": layout, "cp_rank": 0, "device": CPU}

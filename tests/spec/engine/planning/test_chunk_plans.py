@@ -89,10 +89,24 @@ def test_the_first_chunks_exchange_does_not_wait_for_the_last():
     assert len(overlapping) >= 7
 
 
+@pytest.mark.parametrize("grid", [(2, 1, 1), (2, 2, 1)], ids=str)
+def test_backward_loads_dout_and_statistics_only_where_it_stored_them(grid):
+    """After a head exchange the caller gives q alone; what the host has of the other fields was never written."""
+    chosen = method(*grid, chunk_tokens=4)
+    plan = plan_method(chosen, Mask(64), divide_sequence(chosen, 64)).backward.ranks[0]
+    queries, stored = plan.argument("q_dout"), set[int]()
+    for transfer in plan.transfers():
+        if transfer.op == "store" and transfer.view.buffer == queries:
+            stored.update(range(transfer.view.start, transfer.view.stop))
+        if transfer.op == "load" and transfer.source.buffer == queries and transfer.kind is None:
+            rows = range(transfer.source.start, transfer.source.stop)
+            assert stored.issuperset(rows), f"loads all fields of {rows}, of which only q was written"
+
+
 @pytest.mark.parametrize(("seq_len", "expected"), [(1, 1), (8, 1), (9, 2), (24, 3), (25, 4)])
 def test_all_ranks_have_equally_many_chunks(seq_len, expected):
     chosen = method(2, chunk_tokens=4)
     assert divide_sequence(chosen, seq_len).chunks == expected
-    rows = divide_sequence(chosen, seq_len).home.row_counts
+    rows = divide_sequence(chosen, seq_len).rank_layout.row_counts
     assert sum(rows) == seq_len
     assert max(rows) <= 4 * expected

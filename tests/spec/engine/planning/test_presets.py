@@ -213,8 +213,8 @@ def test_every_violated_rule_is_listed_with_the_nearest_legal_degrees() -> None:
         "= 12 ranks, but 8 ranks share a sequence",
         "4 ranks cannot divide 6 query heads evenly; nearest legal head x inner x outer: ",
         "chunk_cyclic orders tokens by chunks",
-        "chunk_store=host speaks of chunks",
-        "reversed is for K,V",
+        "chunk_store=host needs chunks",
+        "reversed moves k and v",
     ):
         assert rule in text
     for legal in text.split("outer: ")[1].splitlines()[0].split(", "):
@@ -273,7 +273,7 @@ def layers_of(
     return method, [layer.recompute_before for layer in attention_layers(config, method)]
 
 
-def test_masks_and_policies_take_turns_together() -> None:
+def test_patterns_of_masks_combine_with_those_of_policies() -> None:
     kinds: tuple[CheckpointKind, ...] = ("full", "seq_fraction", "attn_out", "none")
     _, cuts = layers_of(MemoryConfig(checkpoint_layers=kinds), mask_layers=("causal", "full", "causal"))
     assert cuts == [104, 48, 0, None] * 3  # 100 tokens are padded to 104; half, in units of 2 * 4 tokens: 48 or 56

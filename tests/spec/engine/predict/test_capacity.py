@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,21 @@ def test_gpu_of_unknown_memory_is_not_counted() -> None:
     assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
 
 
-def test_on_a_cpu_the_ranks_share_the_host_memory_and_it_is_said_whose_it_is() -> None:
-    source = "host memory of this machine ({}) / 4 ranks"
-    shared = Capacity("cpu", 4 * GB, source.format("test"), 16 * GB, "test", 4, host_is_device=True)
-    assert found(LAPTOP, ranks=4, **ON_CPU) == shared
-    said = {"device_bytes": 2 * GB, "host_bytes_per_node": 8 * GB, "host_source": "memory.host_bytes"}
-    expected = replace(shared, device_source=source.format("memory.host_bytes"), **said)
+SHARE_OF_HOST = "host memory of this machine ({}) / 4 ranks"
+
+
+def test_on_a_cpu_the_ranks_share_the_host_memory() -> None:
+    expected = Capacity("cpu", 4 * GB, SHARE_OF_HOST.format("test"), 16 * GB, "test", 4, host_is_device=True)
+    assert found(LAPTOP, ranks=4, **ON_CPU) == expected
+
+
+def test_on_a_cpu_the_ranks_share_the_configured_host_memory() -> None:
+    source = "memory.host_bytes"
+    expected = Capacity("cpu", 2 * GB, SHARE_OF_HOST.format(source), 8 * GB, source, 4, host_is_device=True)
     assert found(LAPTOP, "cpu", 4, memory={"host_bytes": 8 * GB}) == expected
+
+
+def test_on_a_cpu_unknown_host_memory_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"memory of this machine is unknown; set memory\.host_bytes"):
         found(Hardware((), None, "unknown"), **ON_CPU)
 

@@ -18,10 +18,10 @@ from engine.predict.flops import count_parameters
 from engine.predict.memory_ranks import reserve_bytes
 from engine.predict.policy_cost import (
     PolicyCost,
-    kept_bytes,
     policy_cost,
     rank_parameters,
     recomputed_parameters,
+    saved_bytes,
 )
 from engine.resolve.legality import method_on
 
@@ -34,9 +34,12 @@ def cost_of(**sections: Any) -> PolicyCost:
     return policy_cost(config, method_on(config, WORLD))
 
 
-def test_policies_take_turns_and_groups_share_one_input() -> None:
-    kinds = [one.kind for one in layer_policies(MemoryConfig(checkpoint_layers=("none", "full", "full")), 5)]
+def test_policies_of_layers_repeat() -> None:
+    kinds = [policy.kind for policy in layer_policies(MemoryConfig(checkpoint_layers=("none", "full", "full")), 5)]
     assert kinds == ["none", "full", "full", "none", "full"]
+
+
+def test_layers_of_a_group_share_one_input() -> None:
     grouped = MemoryConfig(activation_checkpoint="attn_out_every", every_layers=3)
     mixed = MemoryConfig(checkpoint_layers=("attn_out_every", "attn_out_every", "full"), every_layers=4)
     for memory, expected in (
@@ -60,20 +63,25 @@ def test_the_cut_of_seq_fraction_is_rounded_to_a_multiple(kept: float, cut: int)
     assert [recompute_cut(kind, config, cp_size=4) for kind in kinds] == [None, 0, 0, 96, cut]
 
 
-@pytest.mark.parametrize(("rho", "share"), [(0.0, 1.0), (0.25, 0.5625), (0.5, 0.25), (1.0, 0.0)])
-def test_seq_fraction_keeps_its_share_of_results_and_attends_the_rest_squared(rho: float, share: float) -> None:
+@pytest.mark.parametrize("rho", [0.0, 0.25, 0.5, 1.0])
+def test_seq_fraction_saves_its_share_of_results(rho: float) -> None:
     memory = {"activation_checkpoint": "seq_fraction", "saved_fraction": rho}
     for attention in ({"preset": "striped"}, {"preset": "fpdt", "chunk_store": "device"}):  # fpdt: chunk_cyclic
         cost = cost_of(memory=memory, attention=attention)
         assert set(cost.layer_bytes) == {2 * T * D + round(rho * RESULTS)}
+
+
+@pytest.mark.parametrize(("rho", "share"), [(0.0, 1.0), (0.25, 0.5625), (0.5, 0.25), (1.0, 0.0)])
+def test_seq_fraction_recomputes_the_square_of_the_rest(rho: float, share: float) -> None:
+    memory = {"activation_checkpoint": "seq_fraction", "saved_fraction": rho}
     full = cost_of(memory={"activation_checkpoint": "full"}).attention_flops
     assert cost_of(memory=memory).attention_flops / full == pytest.approx(share, abs=1e-5)
 
 
-def test_no_policy_keeps_the_graph_and_a_tile_only_attention() -> None:
+def test_saved_bytes_without_checkpointing() -> None:
     config = seven_b()
     whole, tiled = (
-        kept_bytes(LayerPolicy("none"), config, method_on(config, WORLD), tiled=tiled) for tiled in (False, True)
+        saved_bytes(LayerPolicy("none"), config, method_on(config, WORLD), tiled=tiled) for tiled in (False, True)
     )
     assert tiled == 2 * T * D + 3 * 2 * T * D + RESULTS
     assert whole == tiled + 2 * T * (2 * D + 3 * 11008) + 2 * T * D + 8 * T
@@ -97,36 +105,57 @@ def test_products_that_run_again(policy: LayerPolicy, tiled: bool, exchanged: bo
     assert found == sum(sizes[name] for name in products.split())
 
 
-def test_sequences_of_a_batch_are_more_rows_and_tensor_parallel_ranks_divide_heads_and_rows() -> None:
+def test_sequences_of_a_batch_are_more_rows() -> None:
     memory = {"activation_checkpoint": "seq_fraction"}
     one, two = (cost_of(memory=memory, train={"micro_batch_size": size}) for size in (1, 2))
-    assert two.kept_bytes == 2 * one.kept_bytes
+    assert two.saved_bytes == 2 * one.saved_bytes
     assert two.recompute_flops == 2 * one.recompute_flops
+
+
+def test_tensor_parallel_ranks_divide_heads() -> None:
     split = cost_of(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
     # Twice the rows inside attention, half of the heads.
     assert set(split.layer_bytes) == {2 * T * D + RESULTS}
 
 
-def test_a_rank_has_at_least_its_states_and_what_layers_keep_and_moves_there_and_back_what_lies_on_the_host() -> None:
+LAYER_INPUT = 2 * T * D  # bytes that a layer saves under full recomputation
+SHARD = count_parameters(seven_b().model).total // 8  # parameters of a rank
+ON_HOST: dict[str, Any] = {"activation_store": "host"}
+STORES: list[tuple[dict[str, Any], int, int, int]] = [  # memory settings; bytes on device, on host, moved
+    ({}, 12 * SHARD + 32 * LAYER_INPUT, 0, 0),
+    (ON_HOST, 12 * SHARD, 32 * LAYER_INPUT, 2 * 32 * LAYER_INPUT),
+    ({**ON_HOST, "host_layers": 5}, 12 * SHARD + 27 * LAYER_INPUT, 5 * LAYER_INPUT, 2 * 5 * LAYER_INPUT),
+    ({"optimizer_store": "host"}, 32 * LAYER_INPUT, 12 * SHARD, 3 * 4 * SHARD),
+]
+
+
+def test_parameters_are_divided_over_all_ranks() -> None:
     config = seven_b()
-    numbers, layer = count_parameters(config.model).total // 8, 2 * T * D
-    assert rank_parameters(config, method_on(config, WORLD)) == numbers
-    on_host: dict[str, Any] = {"activation_store": "host"}
-    for memory, device, host, moved in (
-        ({}, 12 * numbers + 32 * layer, 0, 0),
-        (on_host, 12 * numbers, 32 * layer, 2 * 32 * layer),
-        ({**on_host, "host_layers": 5}, 12 * numbers + 27 * layer, 5 * layer, 2 * 5 * layer),
-        ({"optimizer_store": "host"}, 32 * layer, 12 * numbers, 3 * 4 * numbers),
-    ):
-        kept = {"activation_checkpoint": "full", **memory}
-        cost = cost_of(memory=kept)
-        assert cost.least == (device, host)
-        assert cost.moved_bytes == moved
-        assert cost_of(memory=kept, train={"grad_accum_steps": 3}).moved_bytes == 3 * moved
+    assert rank_parameters(config, method_on(config, WORLD)) == SHARD
+
+
+@pytest.mark.parametrize(("memory", "device", "host", "moved"), STORES)
+def test_least_memory_is_states_plus_saved_tensors(memory: dict[str, Any], device: int, host: int, moved: int) -> None:
+    assert cost_of(memory={"activation_checkpoint": "full", **memory}).least == (device, host)
+
+
+@pytest.mark.parametrize(("memory", "device", "host", "moved"), STORES)
+def test_host_stores_move_their_bytes_in_every_micro_step(
+    memory: dict[str, Any], device: int, host: int, moved: int
+) -> None:
+    full = {"activation_checkpoint": "full", **memory}
+    assert cost_of(memory=full).moved_bytes == moved
+    assert cost_of(memory=full, train={"grad_accum_steps": 3}).moved_bytes == 3 * moved
+
+
+def test_on_a_cpu_all_memory_is_device_memory() -> None:
     on_cpu = cost_of(memory={"activation_checkpoint": "full", "optimizer_store": "host"}, cluster={"backend": "gloo"})
-    assert on_cpu.least == (12 * numbers + 32 * layer, 0)  # where host memory is the device's
+    assert on_cpu.least == (12 * SHARD + 32 * LAYER_INPUT, 0)
+
+
+def test_host_layers_are_refused_if_attention_stores_on_the_host() -> None:
     with pytest.raises(ConfigError, match=r"memory\.host_layers=3: attention leaves its results in host memory"):
-        cost_of(memory={**on_host, "host_layers": 3}, attention={"preset": "fpdt"})
+        cost_of(memory={**ON_HOST, "host_layers": 3}, attention={"preset": "fpdt"})
 
 
 MIB = 2**20

@@ -15,7 +15,7 @@ from engine.planning.topology import Topology
 from engine.predict.flops import StepTime
 from engine.predict.machine import Machine, find_machine
 from engine.predict.step_time import timed_ranks
-from engine.resolve.degrees import place_ranks
+from engine.resolve.degrees import resolve_topology
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
 TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
@@ -24,7 +24,7 @@ TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]
 def step_on(machine: Machine, *overrides: str) -> StepTime:
     config = compose(overrides).config
     cluster = config.cluster
-    _, world = place_ranks(config.parallel, cluster.world_size or 1, cluster.topology_groups)
+    _, world = resolve_topology(config.parallel, cluster.world_size or 1, cluster.topology_groups)
     return step_of(config, world, machine)
 
 
@@ -175,7 +175,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_every_part_takes_what_is_counted_by_hand_and_no_other_takes_any(name: str) -> None:
+def test_every_part_equals_a_count_by_hand(name: str) -> None:
     rates, settings, expected = PARTS[name]
     parts = asdict(step_on(only(**rates), *SMALL, *settings).parts)
     assert {part: seconds for part, seconds in parts.items() if seconds} == pytest.approx(expected)
@@ -208,7 +208,7 @@ def test_of_many_ranks_those_at_edges_are_timed(
     assert timed_ranks(RunConfig(attention=attention), Topology(*topology)) == ranks
 
 
-def test_throughput_and_mfu_follow_from_seconds() -> None:
+def test_figures_follow_from_the_seconds_of_a_step() -> None:
     step = step_on(A800, *SMALL)
     pairs, all_pairs = TOKENS * (TOKENS + 1) / 2, TOKENS**2
     model, everything = (6 * (2 * LAYER + HEAD) * TOKENS + 12 * 2 * 4 * 16 * some for some in (pairs, all_pairs))
@@ -224,7 +224,13 @@ def test_throughput_and_mfu_follow_from_seconds() -> None:
         "hfu": pytest.approx((model + 4 * AGAIN) / can_do),
     }
     assert step.device_s_per_token == pytest.approx(step.seconds * 4 / TOKENS)
-    assert replace(step, peak_flops_per_s=None).mfu(1) is None
+
+
+def test_mfu_is_none_without_a_peak() -> None:
+    assert replace(step_on(A800, *SMALL), peak_flops_per_s=None).mfu(1) is None
+
+
+def test_a_step_counts_all_sequences_of_all_ranks() -> None:
     more = step_on(A800, *SMALL, THRICE, "train.micro_batch_size=5", REPLICAS, "train.peak_flops_per_device=1e12")
     assert more.tokens == 2 * 3 * 5 * TOKENS
     assert more.peak_flops_per_s == 1e12

@@ -135,7 +135,7 @@ def test_what_is_saved_reads_back_the_same(tmp_path: Path) -> None:
     assert again.encode(TEXTS)[5].tolist() == ours.encode(TEXTS)[5].tolist()
 
 
-def test_the_folder_and_the_file_in_it_are_the_same_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_equals_its_tokenizer_file(tmp_path: Path) -> None:
     folder = write(tmp_path, "byte-level", "added_tokens.json")
     whole, file = load_tokenizer_file(folder), load_tokenizer_file(folder / "tokenizer.json")
     assert whole.encode(TEXTS)[5].tolist() == file.encode(TEXTS)[5].tolist()
@@ -149,7 +149,7 @@ def test_without_a_named_end_the_one_of_config_json_counts(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_ends_that_disagree_are_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, "byte-level", **{name: {"eos_token_id": [7, 8]}})
-    with pytest.raises(DataError, match=rf"eos_token '<\|endoftext\|>' is id 0, but {name} says eos_token_id \[7, 8\]"):
+    with pytest.raises(DataError, match=rf"eos_token '<\|endoftext\|>' is id 0, but {name} has eos_token_id \[7, 8\]"):
         load_tokenizer_file(tmp_path)
 
 
@@ -230,7 +230,7 @@ def test_a_remedy_for_ambiguous_ids_removes_the_ambiguity(tmp_path: Path, kind: 
 
 
 @pytest.mark.thorough
-def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path: Path) -> None:
+def test_files_of_a_slow_tokenizer_are_converted_by_transformers(tmp_path: Path) -> None:
     model = json.loads(byte_level().to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in model["merges"]))

@@ -63,7 +63,7 @@ def test_rope_is_read_as_old_or_new_versions_write_it(tmp_path: Path, key: str) 
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "RoPE scaling 'dynamic' is not known"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "truncate": False}}, "not known here: truncate"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotates whole heads"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "only some of its layers"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28},
@@ -72,7 +72,7 @@ def test_rope_is_read_as_old_or_new_versions_write_it(tmp_path: Path, key: str) 
         ({"model_type": "qwen2", "use_sliding_window": True}, "only some of its layers"),
         (
             {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32},
-            "use_sliding_window or sliding_window says",
+            "use_sliding_window or sliding_window disables it",
         ),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "but sliding_window is 4096"),
         (
@@ -167,11 +167,14 @@ def test_what_is_written_is_read_back(tmp_path: Path, family: str, rope: RopeSca
     assert found.seq_len == (32768 if rope.kind == "yarn" else 9000)
 
 
-def test_ntk_is_written_as_the_larger_base_that_it_is_and_a_shape_that_no_family_has_is_refused(tmp_path: Path) -> None:
+def test_ntk_is_exported_as_a_larger_rope_base(tmp_path: Path) -> None:
     model = ModelConfig(rope_scaling=RopeScalingConfig(kind="ntk", factor=4.0))
     found = read_pretrained(folder_of(tmp_path, config_json(model, seq_len=1, window_tokens=None, dtype="x"))).model
     assert found.rope_scaling == RopeScalingConfig()
     assert found.rope_theta == pytest.approx(10000.0 * 4.0 ** (64 / 62))
+
+
+def test_a_shape_without_a_family_is_refused() -> None:
     with pytest.raises(ConfigError, match="no family of transformers has both"):
         family_of(ModelConfig(qkv_bias=True, qk_norm=True), None)
 
@@ -196,10 +199,14 @@ def test_a_mask_beyond_the_models_window_is_refused(
     assert problem is None or problem in found[0]
 
 
-def test_rope_may_be_stretched_and_nothing_else_may_differ() -> None:
+def test_rope_scaling_may_differ_from_the_folder() -> None:
     ours = ModelConfig(init_std=1.0, rope_scaling=ROPES[1], name="x", init_from="y")
     assert differences(ours, ModelConfig()) == []
     assert differences(ours, ModelConfig(rope_scaling=ROPES[2])) == []
+
+
+def test_differences_from_the_folder_are_named() -> None:
+    ours = ModelConfig(init_std=1.0, rope_scaling=ROPES[1], name="x", init_from="y")
     assert differences(replace(ours, num_layers=5), ModelConfig()) == ["model.num_layers is 5, in the folder 4"]
     assert differences(ModelConfig(), ours) == ["model.rope_scaling.kind is none, in the folder linear"]
     assert differences(ModelConfig(), ModelConfig(rope_theta=5e5)) == [
@@ -215,16 +222,25 @@ def test_weights_that_are_missing_or_that_nothing_would_read_are_named(tmp_path:
         check_names(["a", "b.bias", "a.bias"], ["a"], tmp_path)
 
 
-def test_files_of_an_index_lie_in_the_folder_and_are_there(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pickled weights are not read"):
         weight_files(tmp_path)
+
+
+def test_files_of_an_index_are_inside_the_folder(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_text("")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../../one.safetensors"}}))
     assert weight_files(tmp_path) == {"a": tmp_path / "one.safetensors"}
+
+
+def test_missing_files_of_an_index_are_named(tmp_path: Path) -> None:
     for name in ("two.safetensors", "2" * 400):  # which no disk can hold
         (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ConfigError, match=f"lacks {name} and 0 more"):
             weight_files(tmp_path)
+
+
+def test_a_damaged_index_is_an_error(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text("[]")
     with pytest.raises(ConfigError, match="cannot be read"):
         weight_files(tmp_path)

@@ -14,7 +14,7 @@ from engine.planning.topology import Topology
 from engine.predict.machine import find_machine, machine_of
 from engine.predict.step_time import timed_ranks
 from engine.resolve.attention import proxy_group, rank_methods, select_preset
-from engine.resolve.decisions import Rule
+from engine.resolve.decisions import Decision, Rule
 
 AUTO = RunConfig(
     model=ModelConfig(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=2),
@@ -25,18 +25,33 @@ SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})
 NODES = Topology(2, 4)
 
 
-def test_the_first_is_fastest_within_one_percent_and_a_named_preset_replaces_auto() -> None:
-    attention, decision = select_preset(AUTO, NODES, SLOW_RAILS)
-    best, *others = decision.candidates
+@pytest.fixture(scope="module")
+def selected() -> tuple[AttentionConfig, Decision]:
+    """The preset selected for two nodes with slow links between them."""
+    return select_preset(AUTO, NODES, SLOW_RAILS)
+
+
+def test_auto_is_replaced_by_the_preset_of_the_best_candidate(selected: tuple[AttentionConfig, Decision]) -> None:
+    attention, decision = selected
+    assert attention.preset == decision.candidates[0].method.preset != "auto"
+    assert decision.value == attention.preset
+    assert decision.rule == Rule.FASTEST
+
+
+def test_the_first_candidate_is_fastest_within_one_percent(selected: tuple[AttentionConfig, Decision]) -> None:
+    best, *others = selected[1].candidates
     assert all(best.seconds <= 1.01 * other.seconds for other in others)
     assert [c.seconds for c in others] == sorted(c.seconds for c in others)
-    assert attention.preset == best.method.preset != "auto"
-    assert decision.value == best.method.preset
-    assert decision.rule == Rule.FASTEST
-    seconds = {c.method.preset: c.seconds for c in reversed(decision.candidates)}  # slow links put flat rings last
+
+
+def test_slow_links_put_flat_rings_last(selected: tuple[AttentionConfig, Decision]) -> None:
+    seconds = {c.method.preset: c.seconds for c in reversed(selected[1].candidates)}
     nested, flat = ("burst", "loongtrain", "burst_ulysses"), ("ring", "striped")
     assert max(seconds[name] for name in nested) < min(seconds[name] for name in flat)
-    methods = [replace(c.method, preset="auto") for c in decision.candidates]  # none comes twice
+
+
+def test_every_method_is_a_candidate_once(selected: tuple[AttentionConfig, Decision]) -> None:
+    methods = [replace(c.method, preset="auto") for c in selected[1].candidates]
     assert len(methods) == len(set(methods)) > 8
 
 
@@ -58,13 +73,19 @@ def test_when_nothing_is_legal_the_rules_are_listed() -> None:
         select_preset(config, NODES, SLOW_RAILS)
 
 
-def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_planned_as_they_are() -> None:
-    topology, machine = Topology(8, 8), find_machine("h100")
-    config = replace(AUTO, train=TrainConfig(seq_len=64 * 1024))
+LARGE_GROUP = replace(AUTO, train=TrainConfig(seq_len=64 * 1024)), Topology(8, 8)
+
+
+def test_a_proxy_group_has_the_tokens_per_rank_of_the_large_one() -> None:
+    config, topology = LARGE_GROUP
     small, group = proxy_group(config, topology, 32)
     assert group.local_ranks == 8
     assert group.size == 16
     assert small.train.seq_len / group.size == config.train.seq_len / topology.size
+
+
+def test_finalists_of_a_large_group_are_planned_at_full_size() -> None:
+    (config, topology), machine = LARGE_GROUP, find_machine("h100")
     candidates = rank_methods(config, topology, machine)
     assert len(candidates) == 2
     for candidate in candidates:

@@ -80,9 +80,12 @@ def test_a_value_that_is_no_object_is_refused_with_a_reason(tmp_path: Path) -> N
         assert str(caught.value) == f"{tmp_path / name} {reason}; expected a plan"
 
 
-def test_json_is_written_for_people_whatever_the_order_and_hashed_without_it(tmp_path: Path) -> None:
+def test_json_files_are_indented(tmp_path: Path) -> None:
     replace_json(tmp_path / "a", {"ü": Path("x"), "b": [math.nan]})
     assert (tmp_path / "a").read_text() == '{\n  "\\u00fc": "x",\n  "b": [\n    null\n  ]\n}\n'
+
+
+def test_hash_of_json_does_not_depend_on_order() -> None:
     assert hash_json({"a": 1, "b": 2}) == hash_json({"b": 2, "a": 1})
 
 

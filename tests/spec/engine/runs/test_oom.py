@@ -33,7 +33,7 @@ class Greedy(torch.autograd.Function):
 def test_failure_of_torchs_cpu_allocator_names_the_size_inside_backward_too() -> None:
     x = torch.ones(1, requires_grad=True)
     asked = {
-        **{"where": "host", "device": "cpu", "asked_bytes": MORE_THAN_ANY_MACHINE, "capacity_bytes": None},
+        **{"where": "host", "device": "cpu", "requested_bytes": MORE_THAN_ANY_MACHINE, "capacity_bytes": None},
         "peak_source": "resident set of the process since its start",
     }
     for act in (lambda: torch.empty(MORE_THAN_ANY_MACHINE, dtype=torch.uint8), Greedy.apply(x).backward):  # type: ignore[no-untyped-call]
@@ -87,9 +87,9 @@ def test_error_that_was_raised_from_lack_of_memory_is_lack_of_memory() -> None:
 def test_the_requested_size_is_parsed_from_the_text_without_an_attribute(size: str, expected: int) -> None:
     error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}. GPU 0 has")
     measured = measure_out_of_memory(error)
-    assert (measured or {})["asked_bytes"] == expected
-    error.asked_bytes = 5  # type: ignore[attr-defined]
-    assert measure_out_of_memory(error) == (measured or {}) | {"asked_bytes": 5}
+    assert (measured or {})["requested_bytes"] == expected
+    error.requested_bytes = 5  # type: ignore[attr-defined]
+    assert measure_out_of_memory(error) == (measured or {}) | {"requested_bytes": 5}
 
 
 def gpu_config(**memory: Any) -> RunConfig:
@@ -143,8 +143,6 @@ RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
         ),
     ],
 )
-def test_advice_goes_from_cheap_to_dear_and_names_what_helps_there(
-    config: RunConfig, where: Any, expected: list[str]
-) -> None:
+def test_advice_is_ordered_by_its_cost(config: RunConfig, where: Any, expected: list[str]) -> None:
     found = less_memory(config, where)
     assert [change[: len(begin)] for change, begin in zip(found, expected, strict=True)] == expected

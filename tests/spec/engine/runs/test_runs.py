@@ -37,13 +37,13 @@ def created(tmp_path: Path) -> RunFolder:
     return create_run(new_run_path(tmp_path, "tiny"), {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
 
 
-def test_run_is_named_by_utc_time_and_id(created: RunFolder, tmp_path: Path) -> None:
+def test_run_id_is_the_utc_time_with_a_random_suffix(created: RunFolder, tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", created.run_id)
     assert created.path.parent == tmp_path / "tiny"
     assert created.exp == "tiny"
 
 
-def test_created_run_has_its_files_and_empty_folders(created: RunFolder) -> None:
+def test_created_run_is_complete(created: RunFolder) -> None:
     assert {entry.name for entry in created.path.iterdir()} == {"plan.sh", "env", "logs", "checkpoints", "run.json"}
 
 
@@ -137,7 +137,7 @@ def test_ended_run_records_its_exit_code(run: RunFolder, state: str, facts: dict
     assert started["started_at"] <= ended["ended_at"]
 
 
-def test_concurrent_writers_lose_no_fact_and_a_reader_sees_whole_states(run: RunFolder) -> None:
+def test_concurrent_writes_of_the_state_are_atomic(run: RunFolder) -> None:
     def write(index: int) -> None:
         for step in range(10):
             run.record(**{f"fact_{index}_{step}": "x" * 2_000})
@@ -212,17 +212,25 @@ def test_damaged_state_is_named_before_anything_moves(run: RunFolder, text: str,
     assert not (run.path / "attempts").exists()
 
 
-def test_a_folder_with_only_a_config_and_a_state_without_its_other_facts_are_runs(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run folder"):
         open_run(tmp_path)
+
+
+def test_a_folder_with_only_a_config_is_a_planned_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     run = open_run(tmp_path / "config.yaml")
     assert run.read_state()["state"] == "planned"
+
+
+def test_a_state_without_an_attempt_is_the_first_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    run = open_run(tmp_path)
     (tmp_path / "run.json").write_text('{"state": "failed"}')
     assert run.transition("starting")["attempt"] == 2
 
 
-def test_list_runs_is_ordered_by_time_and_skips_half_made_ones(tmp_path: Path) -> None:
+def test_list_runs_returns_complete_runs_by_time(tmp_path: Path) -> None:
     for name in ("b/20260102-000000-aaaaaa", "a/20260101-000000-ffffff", "a/20260103-000000-000000"):
         create_run(tmp_path / name, {})
     (tmp_path / "a" / ".new-xyz").mkdir()
@@ -253,12 +261,16 @@ def test_last_line_of_metrics_needs_no_newline(run: RunFolder) -> None:
     assert run.read_metrics() == [{"step": 3}, {"step": 4}]
 
 
-def test_events_carry_time_and_kind_and_those_of_saves_their_steps(run: RunFolder) -> None:
-    for facts in ({"step": 3}, {}, {"step": "4"}):
-        run.append_event("checkpoint", **facts)
+def test_events_have_a_utc_time(run: RunFolder) -> None:
+    run.append_event("checkpoint", step=3)
     first = run.read_events()[0]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("at"))
     assert first == {"kind": "checkpoint", "step": 3}
+
+
+def test_saved_steps_are_those_of_checkpoint_events(run: RunFolder) -> None:
+    for facts in ({"step": 3}, {}, {"step": "4"}):
+        run.append_event("checkpoint", **facts)
     assert run.saved_steps() == [3]
 
 

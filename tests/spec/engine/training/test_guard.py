@@ -64,9 +64,12 @@ def test_the_limit_is_that_of_normal_noise() -> None:
     assert limit == pytest.approx(2.0 + 5 * 0.1, abs=0.15)
 
 
-def test_a_falling_loss_and_an_even_one_are_no_spikes() -> None:
+def test_a_falling_loss_is_no_spike() -> None:
     guard = Guard(GuardConfig(spike_deviations=4.0))
     assert all(guard.judge(step, 10 / (1 + step / 5), 1.0).taken for step in range(100))
+
+
+def test_an_even_loss_has_no_spikes() -> None:
     guard = Guard(GuardConfig(spike_deviations=4.0))
     assert all(guard.judge(step, 2.0 + 0.01 * (step % 2), 1.0).taken for step in range(100))
 

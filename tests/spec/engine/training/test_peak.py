@@ -38,9 +38,7 @@ FLOAT32 = TrainConfig(compute_dtype="float32")
         *((name, None, None) for name in ("Some Accelerator 9", "NVIDIA A1000", "NVIDIA H100 80GB HBM3 MIG 1g", "")),
     ],
 )
-def test_devices_are_known_by_their_names_and_slices_are_not(
-    name: str, device: str | None, tflops: float | None
-) -> None:
+def test_devices_are_found_by_driver_names(name: str, device: str | None, tflops: float | None) -> None:
     found, peak = find_device(name), published_peak(name, "bfloat16")
     assert (found and found.name) == device
     assert (peak and peak.flops_per_s) == (tflops and pytest.approx(tflops * 1e12))

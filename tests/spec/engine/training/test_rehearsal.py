@@ -33,7 +33,7 @@ def rows_of(tile: Tile) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("preset", ["burst", "ring", "striped", "usp", "megatron_allgather", "loongtrain"])
-def test_a_rehearsal_keeps_the_buffers_and_the_largest_tiles(preset: str) -> None:
+def test_a_sampled_plan_has_the_memory_peaks_of_the_plan(preset: str) -> None:
     assert sampled_plan(RankPlan(0, (), ())) == RankPlan(0, (), ())
     for plan in plans_of(preset):
         kinds = {op.op for step in plan.steps for op in (*step.pre, *step.after)}

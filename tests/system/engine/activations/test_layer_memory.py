@@ -96,7 +96,7 @@ def test_saved_bytes_equal_the_documented_table(ranks: Pools, preset: str, names
         # A ring of contiguous blocks: the ranks with the end of the sequence keep most of it.
         config = config_of(preset, POLICIES[name], **({"layout": "contiguous"} if preset == "ring" else {}))
         config = replace(config, train=replace(config.train, seq_len=128, compute_dtype="bfloat16"))
-        expected = policy_cost(config, method_of(config, Topology(1, 4))).kept_bytes
+        expected = policy_cost(config, method_of(config, Topology(1, 4))).saved_bytes
         assert max(ranks(4).run(kept_bytes, config)) == expected, name
 
 
@@ -146,7 +146,7 @@ def matmul_flops(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("name", ["attn_out", "every 2"])
-def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ranks: Pools, name: str) -> None:
+def test_recomputed_products_equal_the_counted_ones(ranks: Pools, name: str) -> None:
     """The counter sees all products, so a single one of attention's would show."""
     config = config_of("single", POLICIES[name])
     method = method_of(config, Topology(1, 1))

@@ -62,7 +62,7 @@ def gradients(run: Callable[..., Tensor], block: nn.Module, inputs: tuple[Tensor
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_layers_gradients_are_bitwise_the_same_and_its_activations_lie_on_the_host(overlapped: bool) -> None:
+def test_offloading_a_layer_changes_no_bit_of_its_gradients(overlapped: bool) -> None:
     block, inputs = block_and_inputs()
     want = gradients(lambda *x: block(*x, attend), block, inputs)
     store = HostStore(CPU, NoStreams(), HostPool()) if overlapped else host_store(CPU)
@@ -83,7 +83,7 @@ def test_a_layers_gradients_are_bitwise_the_same_and_its_activations_lie_on_the_
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_on_the_device_nothing_is_left_but_weights_inputs_and_output(keeps: bool) -> None:
+def test_offloading_leaves_no_activation_on_the_device(keeps: bool) -> None:
     block, inputs = block_and_inputs()
     store = host_store(CPU)
     with LiveTensorTracker() as tracker:
@@ -107,7 +107,7 @@ def test_a_tensor_is_saved_once_in_any_shape() -> None:
     torch.testing.assert_close(x.grad, 2 * want)
 
 
-def test_a_tensor_that_changed_is_kept_again_and_one_in_freed_memory_too() -> None:
+def test_changed_tensors_are_saved_again() -> None:
     store, x = CountingStore(), torch.randn(8, requires_grad=True)
     with offloaded(store):
         buffer = x.detach().clone()
@@ -123,7 +123,7 @@ def test_a_tensor_that_changed_is_kept_again_and_one_in_freed_memory_too() -> No
     assert first is not None
 
 
-def test_the_store_holds_what_autograd_needs_and_not_the_tensor() -> None:
+def test_the_store_does_not_keep_saved_tensors_alive() -> None:
     store, x = host_store(CPU), torch.randn(8, requires_grad=True)
     with offloaded(store):
         hidden = x.exp()  # saves its own output
@@ -213,5 +213,5 @@ def dtensor_keeps() -> list[int]:
     return store.sizes
 
 
-def test_dtensors_stay_and_so_do_their_local_parts_when_named(ranks: Pools) -> None:
+def test_dtensors_are_not_offloaded(ranks: Pools) -> None:
     assert ranks(1).run(dtensor_keeps) == [[16]]  # the ones

@@ -113,7 +113,7 @@ def test_every_preset_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("size", "nodes", "kv_heads", "attention"), TABLE, ids=str)
-def test_preset_equals_dense_attention_and_sends_the_planned_bytes(
+def test_preset_equals_dense_attention_with_the_planned_traffic(
     ranks, size: int, nodes: int, kv_heads: int, attention: dict[str, Any]
 ):
     seq_len = 8 * size + 3  # does not divide: the tail is padding
@@ -191,7 +191,7 @@ def two_micro_batches(seq_len: int) -> list[float]:
     return [float((a - b).abs().max()) for x, y in zip(alone, together, strict=True) for a, b in zip(x, y, strict=True)]
 
 
-def test_two_micro_batches_in_flight_and_an_evaluation_between_leave_no_trace(ranks) -> None:
+def test_interleaved_micro_batches_are_independent(ranks) -> None:
     for differences in ranks(4).run(two_micro_batches, 35):
         assert differences == [0.0] * 6
 

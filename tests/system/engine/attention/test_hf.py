@@ -169,7 +169,7 @@ def test_a_window_is_felt() -> None:
     assert (windowed["logits"] - plain["logits"]).abs().max() > 0.01
 
 
-def test_documents_equal_separate_calls_and_gradient_checkpointing_changes_nothing(ranks: Any) -> None:
+def test_documents_equal_separate_calls_under_gradient_checkpointing(ranks: Any) -> None:
     documents = (0, 5, 6, 29)
     got = ranks(2).run(divided, "llama", torch.float64, {"preset": "ring"}, documents, checkpoint=True)
     compare(got, stock("llama", torch.float64, documents), FP64)

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from testkit.tiny_models import DOCUMENTS, Trained, build, differences, train_alone, train_divided
+from testkit.tiny_models import DOCUMENTS, build, differences, train_alone_thrice, train_divided
 
 SINKS = ["gpt_oss", "flint", "granite_swa", "mimo_v2_flash"]
 PLAIN, PACKED = (0,), DOCUMENTS
@@ -19,10 +18,7 @@ MORE += [
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE)]
 
 
-@cache
-def alone(family: str, documents: tuple[int, ...]) -> tuple[Trained, Trained]:
-    """One process in fp32 and in float64."""
-    return train_alone(family, documents), train_alone(family, documents, torch.float64)
+alone = cache(train_alone_thrice)
 
 
 @pytest.mark.parametrize(("size", "preset", "documents"), CASES)
@@ -32,7 +28,7 @@ def test_families_with_learnable_sinks_equal_one_process(
 ) -> None:
     got = ranks(size).run(train_divided, family, preset, documents)
     assert any(name.endswith("sinks") for name in got[0].gradients)
-    assert differences(got, *alone(family, documents)) == []
+    assert differences(got, alone(family, documents)) == []
 
 
 @pytest.mark.parametrize(
@@ -43,7 +39,7 @@ def test_families_with_other_heads_equal_one_process(
 ) -> None:
     """Heads of v of another width; heads that differ by layer."""
     got = ranks(2).run(train_divided, family, preset, documents)
-    assert differences(got, *alone(family, documents)) == []
+    assert differences(got, alone(family, documents)) == []
 
 
 def test_sinks_are_drawn_away_from_zero() -> None:

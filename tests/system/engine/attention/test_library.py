@@ -218,7 +218,7 @@ def run_named_masks() -> list[float]:
     return [worst(attend(context, inputs, layer=3 + i), inputs, mask) for i, mask in enumerate(masks)]
 
 
-def test_named_masks_take_their_options_from_the_axes_and_layers_take_turns(ranks: Any) -> None:
+def test_named_masks_of_layers_read_their_options_from_the_axes(ranks: Any) -> None:
     assert max(max(found) for found in ranks(2).run(run_named_masks)) < EXACT
 
 
@@ -228,7 +228,7 @@ def run_shard() -> tuple[list[int], list[int], int]:
     return context.positions.tolist(), local.tolist(), context.padded_len
 
 
-def test_shard_follows_the_layout_and_fills_padding(ranks: Any) -> None:
+def test_shard_follows_the_padded_layout(ranks: Any) -> None:
     assert ranks(2).run(run_shard) == [([0, 1, 6, 7], [10, 11, -100, -100], 8), ([2, 3, 4, 5], [12, 13, 14, 15], 8)]
 
 
@@ -306,10 +306,13 @@ def test_settings_that_are_not_legal_are_named_with_those_that_are(settings: dic
         make(**settings)
 
 
-def test_sequences_and_masks_that_do_not_fit_are_refused() -> None:
-    parallel = make()
+def test_an_empty_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match="seq_len: got 0 tokens for 1 ranks"):
-        parallel.context(0)
+        make().context(0)
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    parallel = make()
     with pytest.raises(ConfigError, match="made for 5 tokens, but the sequence has 6"):
         parallel.context(6, Mask(5))
     with pytest.raises(ConfigError, match="other documents"):
@@ -318,8 +321,11 @@ def test_sequences_and_masks_that_do_not_fit_are_refused() -> None:
         parallel.context(6, Mask(6).queries_before(3))
     with pytest.raises(ConfigError, match=r"attention\.window_tokens: null"):
         parallel.context(6, "window")
+
+
+def test_a_part_of_the_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="expected the whole sequence, seq_len=6"):
-        parallel.context(6).shard(torch.zeros(1, 5))
+        make().context(6).shard(torch.zeros(1, 5))
 
 
 def run_mistaken_groups(wrong: str) -> str:

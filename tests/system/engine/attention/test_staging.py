@@ -49,12 +49,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # where both ran
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
-def test_bytes_are_taken_at_the_post_and_there_after_the_wait(ranks, device_type: str) -> None:
+def test_staged_messages_arrive_by_their_wait(ranks, device_type: str) -> None:
     found = ranks(2).run(exchange, device_type)
     assert found == [([1.0, 11.0], LinkBytes(40)), ([0.0, 10.0], LinkBytes(40))]
 
 
-def test_loads_and_stores_beside_messages_keep_to_the_device() -> None:
+def test_host_copies_are_not_staged() -> None:
     meter = Meter(Topology(1, 1), 0)
     transport: StreamTransport[None] = StreamTransport(NoStreams(), StagedMessenger(GroupMessenger({}, (0,))), meter)
     source, target = torch.arange(4.0), torch.zeros(4)

@@ -20,7 +20,7 @@ def delay() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_on_the_gpu_wait_for_compute_and_compute_for_them() -> None:
+def test_gpu_copies_synchronise_with_compute() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     transport = StreamTransport(CudaStreams(device), None, Meter(Topology(1, 1), 0))
     source, target = torch.zeros(1 << 22, device=device), torch.zeros(1 << 22, device=device)
@@ -61,5 +61,5 @@ def messages_to_itself() -> bool:
 
 
 @pytest.mark.gpu
-def test_nccl_messages_wait_for_compute_and_compute_for_them(ranks) -> None:
+def test_nccl_messages_synchronise_with_compute(ranks) -> None:
     assert ranks(1).run(messages_to_itself) == [True]

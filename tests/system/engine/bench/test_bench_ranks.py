@@ -37,25 +37,27 @@ def alive(folder: Path) -> list[int]:
     return living
 
 
-def test_ranks_learn_their_place_and_find_the_code_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_of_ranks_has_ids_with_the_code_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "own")
     monkeypatch.chdir(tmp_path)
     run_ranks(RankProgram(FAKE), RankSetup(ranks=4, nodes=2, threads=3), tmp_path)
     places = [json.loads((tmp_path / f"place{rank}.json").read_text()) for rank in range(4)]
     path = f"{CODE_ROOT}{os.pathsep}own"
     assert places == [[str(rank), "4", str(rank % 2), "2", "3", "1", "1", path, "True"] for rank in range(4)]
+
+
+def test_placeholders_of_a_command_are_replaced(tmp_path: Path) -> None:
     program = RankProgram("some.module", ("ip", "netns", "exec", "n{node}r{local_rank}g{rank}"))
     argv = program.argv(5, RankSetup(ranks=8, nodes=2), tmp_path)
     assert argv == ["ip", "netns", "exec", "n1r1g5", sys.executable, "-m", "some.module", str(tmp_path)]
+
+
+def test_the_result_of_rank_0_is_returned() -> None:
     cell = MachineCell(RankSetup(1), HeadShape(1, 1, 8), 1.0)
     assert measure_cell(cell, RankProgram(FAKE)) == {"results": ["measured"]}
 
 
-def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rank_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_MODE", "fail")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:surrogateescape")

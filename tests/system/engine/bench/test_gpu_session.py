@@ -130,7 +130,7 @@ ENOUGH = {
 
 
 @pytest.mark.parametrize("seconds", ENOUGH)
-def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_names_the_rest(seconds: int) -> None:
+def test_a_session_measures_by_priority_within_its_time(seconds: int) -> None:
     absent = dict.fromkeys(("cpu_flash", "flash_attn", "fa3", "fa4"), "not here")
     parts = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": dict.fromkeys(KERNELS) | absent})
     budget_s = seconds - min(seconds // 4, 360) - 50  # as scripts/gpu.sh leaves it, less the start
@@ -214,15 +214,24 @@ def test_the_slope_between_two_depths_gives_the_whole_model() -> None:
     assert found["from"] == "slope between 1 and 4 layers"
 
 
-def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left_out() -> None:
+def test_if_nothing_fits_the_nearest_policy_is_selected() -> None:
     whole = steps.run_config(steps.LLAMA_8B, 1048576, "cuda")
     policy = steps.choose_policy(whole, "NVIDIA H200", predict, HARDWARE)
     assert not policy.fits
     assert "no policy fits" in policy.reason
     check_run(policy.config)
+
+
+def test_full_recomputation_is_selected_for_an_unknown_device() -> None:
+    whole = steps.run_config(steps.LLAMA_8B, 1048576, "cuda")
     unknown = steps.choose_policy(whole, "Imaginary 9000", predict, HARDWARE)
     assert unknown.fits is False
     assert unknown.config.memory.activation_checkpoint == "full"
+
+
+def test_if_nothing_fits_the_whole_model_is_skipped() -> None:
+    whole = steps.run_config(steps.LLAMA_8B, 1048576, "cuda")
+    policy = steps.choose_policy(whole, "NVIDIA H200", predict, HARDWARE)
     few, all_layers = steps.plan(steps.StepSizes(points=((2, 1048576), (32, 1048576))), "cuda").measurements
     config = steps.config_of(steps.resolved(few, policy))
     assert config == replace(policy.config, model=replace(policy.config.model, num_layers=2))

@@ -93,7 +93,7 @@ def test_gpu_benchmarks_start_without_them_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_whole_command_measures_every_part_exactly_and_writes_a_page(tmp_path: Path) -> None:
+def test_the_whole_command_measures_every_part(tmp_path: Path) -> None:
     done = run_script(tmp_path)
     assert done.returncode == 0, done.stdout
     document, page = (next(tmp_path.glob(f"gpu_*.{kind}")).read_text() for kind in ("json", "md"))

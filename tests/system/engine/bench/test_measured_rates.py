@@ -166,7 +166,7 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: 
         assert flat == pytest.approx([n for point in series[f"{name}_flops_per_s"] for n in point])
 
 
-def test_every_size_is_chosen_for_cpus_and_gpus() -> None:
+def test_every_size_is_set_per_device_type() -> None:
     tables = [table for name, table in vars(machine).items() if name.isupper() and isinstance(table, dict)]
     for table in tables:
         assert table.keys() == {"cpu", "cuda"}
@@ -189,7 +189,7 @@ def timed(window_s: float, call_s: float) -> tuple[list[float], int]:
 @pytest.mark.parametrize(
     ("window_s", "call_s", "repeats"), [(0.05, 0.1, [1]), (0.01, 0.11, []), (0.5, 0.03, range(2, 17))]
 )
-def test_calls_are_repeated_until_a_window_is_full_and_long_ones_are_not(
+def test_short_calls_are_repeated_until_a_window_is_full(
     ranks: Pools, window_s: float, call_s: float, repeats: Sequence[int]
 ) -> None:
     """Three windows after the first call and the one that tells how often."""

@@ -41,7 +41,7 @@ def mount(*words: str) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_fails_the_save_and_keeps_what_was_there(ranks: Pools, disk: Path, background: bool) -> None:
+def test_a_full_disk_fails_only_the_save(ranks: Pools, disk: Path, background: bool) -> None:
     root = disk / "checkpoints"
     errors = ranks(RANKS).run(save, CONFIG, str(root), 2, in_background=background)
     assert errors[0] == errors[1]
@@ -55,12 +55,16 @@ def test_a_full_disk_fails_the_save_and_keeps_what_was_there(ranks: Pools, disk:
     assert [checkpoint.step for checkpoint in list_checkpoints(root)] == [3, 1]
 
 
-def test_a_read_only_disk_is_named_and_can_be_restored_from(ranks: Pools, disk: Path) -> None:
+def test_saving_on_a_read_only_disk_is_an_error(ranks: Pools, disk: Path) -> None:
     mount("-o", "remount,ro", str(disk))
     for folder in ("checkpoints", "elsewhere"):
         for error in ranks(RANKS).run(save, CONFIG, str(disk / folder), 2):
             assert "Read-only file system" in error
             assert folder in error or folder == "checkpoints"
+
+
+def test_a_read_only_disk_can_be_restored_from(ranks: Pools, disk: Path) -> None:
+    mount("-o", "remount,ro", str(disk))
     assert ranks(RANKS).run(restore, CONFIG, str(disk / "checkpoints"))[0][0] == 1
 
 

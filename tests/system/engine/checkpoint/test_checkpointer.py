@@ -122,9 +122,7 @@ def restore_damaged(config: RunConfig, root: str) -> tuple[int, str, list[int]]:
     return manifest.step, " ".join(told), advances[1:]
 
 
-def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_taken(
-    ranks: Pools, tmp_path: Path
-) -> None:
+def test_all_ranks_skip_a_checkpoint_with_a_flipped_bit(ranks: Pools, tmp_path: Path) -> None:
     answers = ranks(2).run(restore_damaged, CASES[1].config, str(tmp_path))
     assert [step for step, _, _ in answers] == [1, 1]
     assert "step 2 is moved aside" in answers[0][1]
@@ -132,10 +130,14 @@ def test_one_flipped_bit_of_one_rank_is_noticed_by_all_and_the_one_before_is_tak
     for _, _, (first, second, restoring) in answers:
         assert first == second >= 4  # its folder, its files, their hashes, its commit
         assert restoring >= 2  # what there is, and what is in it
+
+
+def test_without_an_undamaged_checkpoint_nothing_is_restored(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(save, CASES[1].config, str(tmp_path), 1)
     (tmp_path / "step-00000001" / "rank00000.safetensors").write_bytes(b"")
-    for restored, _, told in ranks(2).run(restore, CASES[1].config, str(tmp_path)):
+    for restored, _, message in ranks(2).run(restore, CASES[1].config, str(tmp_path)):
         assert restored is None
-        assert f"no checkpoint under {tmp_path} is undamaged" in told
+        assert f"no checkpoint under {tmp_path} is undamaged" in message
     assert list(tmp_path.glob("step-00000001.bad-*/WHY"))
 
 
@@ -150,7 +152,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(ranks:
     assert re.search(rf"is of another model or optimizer: {missing}, and \d\d more\. Continue with", told)
 
 
-def test_a_rank_that_fails_fails_the_save_on_all_and_loses_nothing(ranks: Pools, tmp_path: Path) -> None:
+def test_a_failed_rank_fails_the_save_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
     texts = ranks(2).run(save, CASES[1].config, str(tmp_path), 1, 2, broken_rank=1)
     assert all("cannot save step 2" in text for text in texts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "storage"]
@@ -182,17 +184,27 @@ def kept_after(config: RunConfig, root: str, steps: list[int]) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(Path(root))]
 
 
-def test_the_newest_the_last_saved_and_the_one_that_a_run_began_with_are_kept(ranks: Pools, tmp_path: Path) -> None:
+def test_pruning_spares_the_checkpoints_that_a_run_needs(ranks: Pools, tmp_path: Path) -> None:
     assert ranks(1).run(save, tiny_config(), str(tmp_path), 1) == [""]
     assert ranks(1).run(kept_after, tiny_config(), str(tmp_path), [2, 4, 5, 3]) == [[5, 4, 3, 1]]
 
 
-def test_of_what_several_ranks_hold_each_writes_a_share_and_nothing_twice(tmp_path: Path) -> None:
-    tensors = {name: torch.arange(4.0) for name in "abcd"} | {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2)}
-    chosen = share_out([local_parts(tensors, rank) for rank in range(2)])
+def replicated() -> dict[str, torch.Tensor]:
+    """Tensors that every rank has as a whole."""
+    tensors = {name: torch.arange(4.0) for name in "abcd"}
+    return tensors | {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2)}
+
+
+def test_replicated_tensors_are_shared_out_to_all_writers() -> None:
+    chosen = share_out([local_parts(replicated(), rank) for rank in range(2)])
     files = [[chunk.file for chunk in facts.chunks] for facts in chosen.values()]
     one, other = ["rank00000.safetensors"], ["rank00001.safetensors"]
     assert files == [one, other, one, other, one, []]
+
+
+def test_shared_out_tensors_read_back(tmp_path: Path) -> None:
+    tensors = replicated()
+    chosen = share_out([local_parts(tensors, rank) for rank in range(2)])
     found = {name: torch.full_like(tensor, -1.0) for name, tensor in tensors.items()}
     for rank in range(2):
         write_parts(tmp_path, rank, tensors, chosen)

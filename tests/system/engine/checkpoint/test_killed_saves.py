@@ -115,7 +115,7 @@ def kill_again_and_again(root: Path, seed: int, kills: int) -> tuple[int, int]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kills", [60, pytest.param(1000, marks=pytest.mark.thorough)])
-def test_kills_lose_nothing_that_was_committed_and_leave_nothing_that_was_not(tmp_path: Path, kills: int) -> None:
+def test_kills_preserve_exactly_the_committed_saves(tmp_path: Path, kills: int) -> None:
     with ThreadPoolExecutor(LANES) as lanes:
         roots = [tmp_path / str(lane) for lane in range(LANES)]
         ended = list(lanes.map(kill_again_and_again, roots, range(LANES), [kills // LANES] * LANES))

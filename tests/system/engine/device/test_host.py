@@ -26,7 +26,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 KIB = 1 << 10
 
 
-def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
+def test_views_of_host_memory_are_recognised() -> None:
     with torch.inference_mode():  # an evaluation's: it serves training, too
         memory = host_empty((4, 6), torch.float32, pinned=False)
     memory.add_(torch.ones(6, requires_grad=True).detach())
@@ -81,7 +81,7 @@ def exhausted() -> tuple[HostPool, HostMemoryError]:
 @pytest.mark.parametrize(
     "words", ["400 more bytes", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
 )
-def test_exceeded_host_memory_is_reported_with_sizes_and_remedies(words: str) -> None:
+def test_exceeded_host_memory_is_reported(words: str) -> None:
     assert words in str(exhausted()[1])
 
 
@@ -126,11 +126,14 @@ def test_ranks_of_a_node_share_its_host_memory(memory: dict[str, Any], parameter
     assert activation_limit(MemoryConfig(host_bytes=1000, **memory), GPU, 4, parameters) == limit
 
 
-def test_without_a_setting_a_gpus_rank_is_bounded_by_its_machine_and_a_cpus_by_nothing() -> None:
+def test_default_host_limit_of_a_gpu_rank_is_its_share_of_the_machine() -> None:
     one, two = (activation_limit(MemoryConfig(), GPU, ranks, 0) for ranks in (1, 2))
     assert one is not None
     assert two == one // 2
     assert 1 << 28 < one < 1 << 46
+
+
+def test_a_cpu_rank_has_no_default_host_limit() -> None:
     assert activation_limit(MemoryConfig(), CPU, 1, 10) is None
 
 
@@ -148,7 +151,7 @@ def step_within(config: RunConfig) -> str:
 
 
 @pytest.mark.parametrize("policy", ["full", "attn_out", "none"])
-def test_what_the_plan_says_is_enough_and_a_byte_less_than_needed_ends_the_step(ranks: Pools, policy: str) -> None:
+def test_predicted_host_memory_is_sufficient(ranks: Pools, policy: str) -> None:
     memory = {"activation_checkpoint": policy, "activation_store": "host"}
     free = tiny_config(memory=memory, attention={"preset": "single"})
     (used,) = (int(ranks(1).run(step_within, free)[0]),)
@@ -156,6 +159,12 @@ def test_what_the_plan_says_is_enough_and_a_byte_less_than_needed_ends_the_step(
     assert used <= planned <= 1.01 * used
     bounded = tiny_config(memory={**memory, "host_bytes": planned}, attention={"preset": "single"})
     assert ranks(1).run(step_within, bounded) == [str(used)]
+
+
+@pytest.mark.parametrize("policy", ["full", "attn_out", "none"])
+def test_a_byte_less_than_needed_ends_the_step(ranks: Pools, policy: str) -> None:
+    memory = {"activation_checkpoint": policy, "activation_store": "host"}
+    used = int(ranks(1).run(step_within, tiny_config(memory=memory, attention={"preset": "single"}))[0])
     short = tiny_config(memory={**memory, "host_bytes": used - 1}, attention={"preset": "single"})
     (text,) = ranks(1).run(step_within, short)
     assert f"this rank's limit is {used - 1:,} bytes. Raise memory.host_bytes, choose a" in text

@@ -70,7 +70,7 @@ def test_host_memory_has_a_separate_peak() -> None:
         assert tracker.peak_host_bytes == 0
 
 
-def test_every_phase_has_a_peak_and_the_highest_is_named() -> None:
+def test_every_phase_has_a_peak() -> None:
     with LiveTensorTracker() as tracker:
         kept = torch.zeros(10)
         for phase, size in (("forward", 100), ("backward", 200), ("loss", 5), ("backward", 50), ("", 20)):
@@ -83,7 +83,7 @@ def test_every_phase_has_a_peak_and_the_highest_is_named() -> None:
     assert kept.numel() == 10
 
 
-def test_components_add_up_to_the_peak_and_follow_new_labels() -> None:
+def test_components_of_the_peak_follow_labels() -> None:
     def classify(func: Any, tensor: Tensor) -> Label:
         return Label("large" if tensor.numel() >= 100 else "small")
 
@@ -96,7 +96,7 @@ def test_components_add_up_to_the_peak_and_follow_new_labels() -> None:
     assert sum(tracker.device.peak.components.values()) == tracker.peak_bytes
 
 
-def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
+def test_relabel_since_labels_live_tensors() -> None:
     with LiveTensorTracker(lambda func, tensor: Label("pool" if tensor.numel() == 7 else "work")) as tracker:
         before = torch.zeros(10)
         moment = tracker.moment
@@ -138,7 +138,7 @@ def bytes_of_a_step(policy: str) -> tuple[int, int, int, set[str]]:
     return checkpoints, found["gradients"], found["parameters"], phases
 
 
-def test_what_layers_leave_behind_are_checkpoints_and_gradients_are_known_as_such(ranks: Pools) -> None:
+def test_a_step_labels_checkpoints_apart_from_gradients(ranks: Pools) -> None:
     residual = 30 * 32 * FLOAT
     layers = 2
     (full, *of_full), (attn_out, *others) = (ranks(1).run(bytes_of_a_step, name)[0] for name in ("full", "attn_out"))

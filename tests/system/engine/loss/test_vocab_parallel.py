@@ -53,7 +53,7 @@ def joined(results: list[list[Tensor]]) -> list[Tensor]:
         (2, 0.0, 8, {"ignored": 1.1}),
     ],
 )
-def test_slices_give_each_rank_the_loss_of_its_rows_and_together_the_gradients_of_the_whole(
+def test_vocabulary_slices_give_the_loss_of_the_whole(
     ranks: Pools, world_size: int, z_loss: float, chunk_tokens: int, kind: dict[str, float]
 ) -> None:
     inputs = make_inputs(ROWS, VOCAB, SIZE, **kind)

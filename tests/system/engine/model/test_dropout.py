@@ -53,7 +53,7 @@ def test_the_mask_is_its_definition() -> None:
             assert bool(found[b, t, f]) == is_kept(sample, position, f, rate, branch)
 
 
-def test_places_branches_and_samples_are_independent() -> None:
+def test_dropout_masks_are_independent() -> None:
     def values(samples: list[int], start: int = 0, branch: int = 0) -> torch.Tensor:
         return kept_mask(samples, torch.arange(start, start + 512), 512, 0.5, branch)[0].double() - 0.5
 
@@ -65,20 +65,26 @@ def test_places_branches_and_samples_are_independent() -> None:
         assert abs(correlation) < 5 / 512  # of 512 x 512 pairs, in standard deviations
 
 
-def test_rows_in_any_order_and_in_pieces_lose_the_same() -> None:
+def test_dropout_does_not_depend_on_the_order_of_rows() -> None:
     x = torch.randn(2, 40, 16)
     positions = torch.randperm(1000)[:40]
     whole = dropped(x, Dropout(0.3, row_keys(SEED, [4, 9], positions)), 2)
     order = torch.randperm(40)
     turned = dropped(x[:, order], Dropout(0.3, row_keys(SEED, [4, 9], positions[order])), 2)
     assert torch.equal(turned, whole[:, order])
+
+
+def test_dropout_of_a_part_is_the_part_of_the_whole() -> None:
+    x = torch.randn(2, 40, 16)
+    positions = torch.randperm(1000)[:40]
+    whole = dropped(x, Dropout(0.3, row_keys(SEED, [4, 9], positions)), 2)
     part = Dropout(0.3, row_keys(SEED, [4, 9], positions)).of(slice(7, 30))
     assert torch.equal(dropped(x[:, 7:30], part, 2), whole[:, 7:30])
     assert torch.equal(dropped(x[1:], Dropout(0.3, row_keys(SEED, [9], positions)), 2), whole[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_is_kept_is_scaled_and_its_gradient_too(dtype: torch.dtype) -> None:
+def test_gradients_of_dropout_are_scaled_as_its_output(dtype: torch.dtype) -> None:
     x = torch.randn(1, 20, 24, dtype=dtype, requires_grad=True)
     dropout = Dropout(0.25, row_keys(SEED, [0], torch.arange(20)))
     out = dropped(x, dropout, 0)
@@ -147,9 +153,7 @@ def expected(ranks: Pools) -> list[float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_with_dropout_are_the_same_whatever_ranks_and_policies(
-    ranks: Pools, expected: list[float], way: str
-) -> None:
+def test_losses_with_dropout_do_not_depend_on_the_ranks(ranks: Pools, expected: list[float], way: str) -> None:
     world_size, changes = WAYS[way]
     for found in ranks(world_size).run(losses, config_of(changes)):
         assert found == pytest.approx(expected, rel=1e-5)

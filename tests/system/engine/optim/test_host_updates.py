@@ -181,7 +181,7 @@ def weights_of_lazy_updates() -> tuple[list[int], bool]:
     return left, all(torch.equal(expected, found) for expected, found in pairs)
 
 
-def test_forward_waits_for_the_update_of_the_unit_that_it_comes_to_and_no_other(ranks: Pools) -> None:
+def test_forward_waits_only_for_updates_of_its_unit(ranks: Pools) -> None:
     left, is_equal = ranks(1).run(weights_of_lazy_updates)[0]
     assert left == [LAYERS - layer for layer in range(LAYERS)]  # those of the layers after it, and the head's
     assert is_equal
@@ -217,7 +217,7 @@ def most_that_waited() -> tuple[int, int]:
     return worker.most, len(used) - len(list(run.model.parameters()))
 
 
-def test_backward_waits_for_a_slow_host_and_no_gradient_is_left_out(ranks: Pools) -> None:
+def test_backward_waits_for_a_slow_host(ranks: Pools) -> None:
     assert ranks(1).run(most_that_waited)[0] == (UNITS_AHEAD + 1, 0)
 
 

@@ -23,10 +23,18 @@ def rates(config: OptimizerConfig, steps: int = STEPS) -> list[float]:
     return [learning_rate(config, step, steps) for step in range(steps)]
 
 
-def test_cosine_is_its_closed_form_after_a_linear_warmup_and_ends_at_the_floor() -> None:
+def test_warmup_is_linear() -> None:
     values = rates(OptimizerConfig(learning_rate=2.0, warmup_steps=10, min_learning_rate_ratio=0.1))
     assert values[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+
+
+def test_cosine_ends_at_the_floor() -> None:
+    values = rates(OptimizerConfig(learning_rate=2.0, warmup_steps=10, min_learning_rate_ratio=0.1))
     assert values[-1] == pytest.approx(0.2)
+
+
+def test_cosine_is_its_closed_form() -> None:
+    values = rates(OptimizerConfig(learning_rate=2.0, warmup_steps=10, min_learning_rate_ratio=0.1))
     for step in range(10, STEPS):
         share = 0.5 * (1 + math.cos(math.pi * (step - 9) / 40))
         assert values[step] == pytest.approx(2.0 * (0.1 + 0.9 * share))
@@ -70,11 +78,15 @@ def test_int8_moments_follow_the_learning_rate() -> None:
     torch.testing.assert_close(before - layer.weight.detach(), torch.full((64, 64), 0.25), rtol=1e-5, atol=0)
 
 
-def test_what_updates_a_gpus_moments_is_torchaos_own_and_tells_nothing_of_its_imports() -> None:
+def test_8_bit_moments_on_a_gpu_are_updated_by_torchao() -> None:
+    assert load_adamw_8bit(is_on_host=False) is AdamW8bit
+
+
+def test_importing_torchao_logs_nothing() -> None:
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     for logger in loggers:
         logger.setLevel(logging.INFO)
-    assert load_adamw_8bit(is_on_host=False) is AdamW8bit
+    load_adamw_8bit(is_on_host=False)
     assert [logger.level for logger in loggers] == [logging.ERROR] * 2
 
 
@@ -101,7 +113,7 @@ CLIPPED: list[tuple[list[float], float | None, list[float]]] = [
 ]
 
 
-def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(ranks: Pools) -> None:
+def test_clipping_returns_the_norm_before_it(ranks: Pools) -> None:
     for gradient, limit, after in CLIPPED:
         ((norm, found),) = ranks(1).run(clipped, gradient, limit)
         assert norm == pytest.approx(math.hypot(*gradient))

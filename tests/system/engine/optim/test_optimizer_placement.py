@@ -130,7 +130,7 @@ KINDS: dict[str, dict[str, Any]] = {
     *("1 rank-tied", "2 cp x 2 tp-untied", "2 dp x 2 cp-tied", "2 cp-untied", "2 cp-tied"),
     *("1 rank-int8", "2 cp-int8", "2 dp x 2 cp-int8"),
 )
-def test_weights_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks: Pools, mesh: str, kind: str) -> None:
+def test_updates_are_bitwise_equal_in_every_placement(ranks: Pools, mesh: str, kind: str) -> None:
     base = config_on(mesh, optimizer=UNCLIPPED, **KINDS[kind])
     places = product(("device", "host"), (False, True))
     configs = [placed(base, optimizer_store=store, optimizer_in_backward=early) for store, early in places]
@@ -146,9 +146,7 @@ def test_weights_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks:
     ids=["1 rank", "2 replicas", "2 replicas of 2 shards"],
 )
 @pytest.mark.thorough_for("1 rank", "2 replicas")
-def test_the_host_clips_accumulates_and_evaluates_as_the_device_does(
-    ranks: Pools, world_size: int, parallel: dict[str, int]
-) -> None:
+def test_updates_on_the_host_equal_those_on_the_device(ranks: Pools, world_size: int, parallel: dict[str, int]) -> None:
     base = tiny_config(parallel=parallel, train={"grad_accum_steps": 2}, optimizer={"max_grad_norm": 0.1})
     configs = [base, placed(base, optimizer_store="host")]
     expected, found = ranks(world_size).run(trained_each, configs, micro_steps=2, evaluates=True)[0]
@@ -157,10 +155,15 @@ def test_the_host_clips_accumulates_and_evaluates_as_the_device_does(
     assert found.norms == expected.norms
 
 
-def test_on_a_gpu_shards_lie_in_pinned_memory_and_on_a_cpu_they_cannot() -> None:
+@pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
+def test_offloaded_shards_are_pinned_for_a_gpu_alone(device: str, is_pinned: bool) -> None:
+    policy = offload_policy("host", torch.device(device, 0))
+    assert isinstance(policy, CPUOffloadPolicy)
+    assert policy.pin_memory == is_pinned
+
+
+def test_parameters_are_on_the_device_of_the_optimizer() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    policies = offload_policy("host", gpu), offload_policy("host", cpu)
-    assert [isinstance(policy, CPUOffloadPolicy) and policy.pin_memory for policy in policies] == [True, False]
     assert not isinstance(offload_policy("device", gpu), CPUOffloadPolicy)
     assert parameter_device("host", gpu) == cpu
     assert parameter_device("device", gpu) == gpu
@@ -215,7 +218,7 @@ def step_without_host_reads(config: RunConfig, micro_steps: int = 1) -> tuple[fl
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_accumulate_and_update_are_a_step_and_the_host_reads_nothing(ranks: Pools, early: bool) -> None:
+def test_a_step_does_not_synchronise_with_the_host(ranks: Pools, early: bool) -> None:
     """And every rank has the same norm from a single sum."""
     base = config_on("2 cp x 2 tp", optimizer={"max_grad_norm": None if early else 0.5})
     config = placed(base, optimizer_in_backward=early)

@@ -27,7 +27,7 @@ from engine.distributed.mesh import (
     step_timeout,
 )
 from engine.planning.topology import Degrees, Topology
-from engine.resolve.degrees import known_cp_size, place_ranks, tensor_parallel_problems
+from engine.resolve.degrees import known_cp_size, resolve_topology, tensor_parallel_problems
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_cp_takes_the_ranks_that_the_others_leave(
     parallel = ParallelConfig(**sizes)
     assert known_cp_size(parallel, world_size) == cp_size
     if world_size is not None and cp_size is not None:
-        assert place_ranks(parallel, world_size, 1)[0].cp_size == cp_size
+        assert resolve_topology(parallel, world_size, 1)[0].cp_size == cp_size
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_ranks_that_cannot_be_placed_are_refused_with_every_reason(
     parallel: ParallelConfig, world_size: int, nodes: int, problems: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        place_ranks(parallel, world_size, nodes)
+        resolve_topology(parallel, world_size, nodes)
     assert len(caught.value.problems) == len(problems)
     assert all(part in text for part, text in zip(problems, caught.value.problems, strict=True))
 

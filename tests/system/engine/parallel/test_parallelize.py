@@ -97,7 +97,7 @@ def collectives(micro_steps: int, **parallel: int) -> list[tuple[str, int]]:
     return seen
 
 
-def test_embedding_layers_and_head_are_gathered_one_at_a_time_and_reduced_after_every_micro_step(ranks: Pools) -> None:
+def test_every_unit_has_its_collectives_in_every_micro_step(ranks: Pools) -> None:
     vocabulary, layer, norm = 64 * 32, 9280, 32
     for micro_steps in (1, 3):
         seen = ranks(2).run(collectives, micro_steps, dp_shard_size=2)[0]

@@ -42,7 +42,7 @@ def test_a_prediction_round_trips(predictor: Predictor) -> None:
     assert found.to_dict()["components"] == {"device": {"loss": 7}, "host": {}}
 
 
-def test_one_process_answers_all_and_what_takes_no_memory_makes_no_other_question(predictor: Predictor) -> None:
+def test_equal_questions_are_predicted_once(predictor: Predictor) -> None:
     base = run_of(8)
     alike = [
         base,
@@ -68,13 +68,20 @@ def test_one_process_answers_all_and_what_takes_no_memory_makes_no_other_questio
     assert {one.device_peak_bytes for one in found} == {first.device_peak_bytes}  # of one process
 
 
-def test_what_fails_is_told_and_the_next_question_is_answered(predictor: Predictor) -> None:
-    """A configuration that cannot run; a process that fails, one that ends just when it is asked, a silent one."""
+def test_a_configuration_that_cannot_run_is_an_error(predictor: Predictor) -> None:
     with pytest.raises(ConfigError, match="attention=single is wrong"):
         predictor.predict(run_of(1), METHOD, WORLD)
+
+
+def test_a_failed_process_is_replaced(predictor: Predictor) -> None:
+    """Also one that ends just when it gets a request."""
     with pytest.raises(RunError, match=r"exit code 3; its last words: the last word\."):
         predictor.predict(run_of(2), METHOD, WORLD)
     assert predictor.predict(run_of(4), METHOD, WORLD).rank == 1
+
+
+@pytest.mark.usefixtures("predictor")  # which makes the fake server importable
+def test_a_silent_process_is_an_error() -> None:
     hasty = Predictor("fake_predict_server", timeout_s=0.5)
     with pytest.raises(RunError, match="did not end within"):
         hasty.predict(run_of(3), METHOD, WORLD)

@@ -120,7 +120,7 @@ def test_a_stretched_model_is_the_one_that_was_trained(ranks: Pools, tmp_path: P
     torch.testing.assert_close(logits, peer(input_ids=tokens).logits.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_tokenizer_and_template_are_those_of_the_base(ranks: Pools, tmp_path: Path) -> None:
+def test_the_exported_tokenizer_equals_that_of_the_base(ranks: Pools, tmp_path: Path) -> None:
     folder = instruct_folder(tmp_path / "base", "qwen 2")
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (exported(ranks, folder, tmp_path)[0], folder))
     assert ours.get_vocab() == theirs.get_vocab()

@@ -89,9 +89,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_an_imported_model_has_the_logits_and_gradients_of_transformers(
-    ranks: Pools, folders: dict[str, Path], name: str
-) -> None:
+def test_an_imported_model_equals_transformers(ranks: Pools, folders: dict[str, Path], name: str) -> None:
     logits, gradients = ranks(1).run(facts, config_of(folders[name]))[0]
     peer = AutoModelForCausalLM.from_pretrained(folders[name], attn_implementation="eager")
     batch = random_batches(0, sequences=1)
@@ -118,7 +116,7 @@ def test_every_rank_reads_its_part(ranks: Pools, folders: dict[str, Path], name:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_imported_trained_exported_and_reloaded_the_logits_are_ours(
+def test_an_exported_model_has_our_logits_in_transformers(
     ranks: Pools, folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     world_size = 2 if "tied" in name else 1

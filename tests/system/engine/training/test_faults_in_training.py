@@ -25,9 +25,7 @@ def run_with_fault(
     return ended(ranks, size, config, folder, partial(read_faults, environment={FAULT_VARIABLE: fault}))
 
 
-def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_the_step(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path
-) -> None:
+def test_a_nan_loss_of_one_rank_ends_all(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     run, codes = run_with_fault(ranks, 2, corpus, tmp_path, "nan;1;3", attention={"preset": "burst"})
     assert codes == [1, 1]
     assert run.read_state()["state"] == "failed"
@@ -62,9 +60,7 @@ def test_where_not_every_wait_is_seen_none_is_reported(ranks: Pools, corpus: Dat
         assert row["rank_wait_s_max"] is None
 
 
-def test_a_full_disk_is_said_and_a_rank_alone_has_nobody_to_wait_for(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_the_run(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     run, codes = run_with_fault(ranks, 1, corpus, tmp_path, "disk;0;4")
     (error,) = run.rank_errors()
     assert [row["rank_wait_s_max"] for row in run.read_metrics()] == [None] * 3

@@ -28,7 +28,7 @@ BATCH = random_batches(0, sequences=1)
 
 
 @pytest.mark.parametrize(("peak", "shares"), [(2e12, (0.25, 0.375, 0.3125)), (None, (None, None, None))])
-def test_rates_are_per_second_per_device_and_against_the_peak(peak: float | None, shares: tuple[Any, ...]) -> None:
+def test_rates_follow_from_the_seconds_of_a_step(peak: float | None, shares: tuple[Any, ...]) -> None:
     cost = StepCost(TINY_MODEL, seq_len=250, sequences=4, recomputed_matrices=0, peak=Peak(peak, "test"))
     speeds = {"tokens_per_s": 500.0, "tokens_per_s_per_device": 125.0, "model_tflops_per_device": 0.5}
     expected = speeds | dict(zip(("mfu", "mfu_full_attention", "hfu"), shares, strict=True))
@@ -55,7 +55,7 @@ def measured_step(stop_rank: int) -> tuple[dict[str, Any], bool, int]:
     return *meter.finish(2, result, stop=run.mesh.rank == stop_rank), sent
 
 
-def test_a_measured_step_agrees_on_all_ranks_and_so_does_a_stop_asked_of_one(ranks: Pools) -> None:
+def test_all_ranks_agree_on_a_measured_step(ranks: Pools) -> None:
     results = ranks(2).run(measured_step, stop_rank=1)
     row = results[0][0]
     assert row == results[1][0]
@@ -80,9 +80,7 @@ def test_a_step_faster_than_the_device_is_warned_of(ranks: Pools) -> None:
 
 
 @pytest.mark.parametrize(("policy", "store"), [("full", "device"), ("attn_out", "host")])
-def test_the_first_steps_of_a_cpu_run_count_their_tensors_and_host_memory_apart(
-    ranks: Pools, policy: str, store: str
-) -> None:
+def test_the_first_steps_of_a_cpu_run_count_their_tensors(ranks: Pools, policy: str, store: str) -> None:
     config = tiny_config(memory={"activation_checkpoint": policy, "activation_store": store})
     rows = ranks(1).run(metered_rows, config, BATCH, 3, tracked_steps=2)[0]
     assert rows[1]["peak_tensor_bytes"] > rows[0]["peak_tensor_bytes"]  # the optimizer's state is there from its start
@@ -100,7 +98,7 @@ def fail_in_a_step(memory: PeakMemory) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_tensors_of_a_gpu_are_its_allocators_to_count_and_a_step_that_fails_leaves_no_tracker(device: str) -> None:
+def test_a_failed_step_leaves_no_tracker_active(device: str) -> None:
     memory = PeakMemory(torch.device(device), tracked_steps=1)
     with pytest.raises(ValueError, match="failed"):
         fail_in_a_step(memory)
@@ -111,7 +109,7 @@ def test_tensors_of_a_gpu_are_its_allocators_to_count_and_a_step_that_fails_leav
 
 
 @pytest.mark.parametrize("store", ["host", "device"])
-def test_bytes_of_the_offload_are_counted_and_its_seconds_are_of_a_gpu_only(ranks: Pools, store: str) -> None:
+def test_offloaded_bytes_are_counted(ranks: Pools, store: str) -> None:
     memory = {"activation_checkpoint": "full", "activation_store": store}
     config = tiny_config(attention={"preset": "burst"}, memory=memory)
     row = ranks(2).run(metered_rows, config, BATCH, 2)[0][1]

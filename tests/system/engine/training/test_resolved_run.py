@@ -104,7 +104,7 @@ def run_of(folder: Path) -> tuple[RunFolder, RunConfig]:
     return create_run_of(config, folder), config
 
 
-def test_ranks_do_as_the_launch_resolved_and_choose_nothing(ranks: Pools, tmp_path: Path) -> None:
+def test_ranks_use_the_method_that_the_launch_resolved(ranks: Pools, tmp_path: Path) -> None:
     """The file names a method that ranks would not choose themselves."""
     run, config = run_of(tmp_path)
     resolved = resolved_of(config, Topology(1, 2))

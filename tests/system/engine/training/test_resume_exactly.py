@@ -59,7 +59,7 @@ def test_ranks_refuse_a_continuation_without_steps(
     [(1, {"micro_batch_size": 2}), (1, {"grad_accum_steps": 2}), (2, {})],
     ids=["rows", "micro-steps", "ranks"],
 )
-def test_a_resume_with_another_batch_repeats_and_omits_no_sample(
+def test_a_resume_with_another_batch_reads_every_sample_once(
     ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path, world_size: int, train: Any
 ) -> None:
     source, losses = untaught
@@ -82,7 +82,7 @@ def train_from_nothing(path: str, config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
+def test_weights_are_initialised_unless_a_checkpoint_is_restored(
     ranks: Pools, corpus: DataConfig, tmp_path: Path, tied: bool
 ) -> None:
     train, model = {"steps": STEPS, "checkpoint": CheckpointConfig(every_steps=HALF)}, {"tie_embeddings": tied}

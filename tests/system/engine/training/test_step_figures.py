@@ -113,7 +113,7 @@ def attention_of_visible_pairs(mask: Tensor) -> Callable[[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("mask", MASKS)
-def test_model_and_hardware_flops_are_what_torch_counts_pair_by_pair(mask: str, kv_heads: int, tied: bool) -> None:
+def test_flops_equal_the_count_of_torch(mask: str, kv_heads: int, tied: bool) -> None:
     shape: ModelConfig = replace(TINY_MODEL, num_kv_heads=kv_heads, tie_embeddings=tied)
     config = tiny_config(model=shape, attention={"preset": "single", "documents": True, **MASKS[mask]})
     model, starts = LlamaModel(shape), DOCUMENTS[1]

@@ -61,14 +61,14 @@ def saving_config(corpus: DataConfig) -> RunConfig:
     return whole_config(corpus, train=train, attention={"preset": "burst"})
 
 
-def test_a_run_that_prepares_data_stops_at_once_and_leaves_no_part_of_them(ranks: Pools, tmp_path: Path) -> None:
+def test_a_run_stops_while_it_prepares_data(ranks: Pools, tmp_path: Path) -> None:
     run = stopped(ranks, 1, saving_config(small_corpus(tmp_path)), tmp_path, at="prepare data", time=1)
     assert run.read_summary() is None
     assert {path.name for path in tmp_path.glob("[!.]*")} == {"texts", "test"}
 
 
 @pytest.mark.parametrize(("time", "is_whole"), [(1, False), (2, False), (3, True)])
-def test_a_run_that_validates_stops_before_the_next_sample_and_saves(
+def test_a_run_stops_during_validation(
     ranks: Pools, corpus: DataConfig, tmp_path: Path, time: int, is_whole: bool
 ) -> None:
     run = stopped(ranks, 2, saving_config(corpus), tmp_path, at="evaluate", time=time)
@@ -78,7 +78,7 @@ def test_a_run_that_validates_stops_before_the_next_sample_and_saves(
     assert [checkpoint.step for checkpoint in list_checkpoints(run.path / "checkpoints")] == [3]
 
 
-def test_an_evaluation_stops_at_once_and_leaves_no_figures(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+def test_a_stopped_evaluation_has_no_figures(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = saving_config(corpus)
     train = replace(config.train, steps=1, eval_samples=1)
     source = trained(ranks, 1, replace(config, train=train), tmp_path, "bbbbbb")

@@ -93,11 +93,15 @@ def test_failure_of_a_launched_run_is_left_to_its_launcher(run: RunFolder) -> No
     assert fail(run, RuntimeError("broken"), environment=LAUNCHED)["state"] == "running"
 
 
-def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
+def test_failure_for_lack_of_memory_has_measured_peaks(run: RunFolder) -> None:
     failure = fail(run, MemoryError("full"))["failure"]
     assert states(run)[-1] == "oom"
     assert failure["rank"] == 0
     assert failure["step"] == 3
     assert failure["memory"]["where"] == "host"
     assert failure["memory"]["peak_bytes"] > 2**20
+
+
+def test_failure_for_lack_of_memory_has_advice(run: RunFolder) -> None:
+    failure = fail(run, MemoryError("full"))["failure"]
     assert "cluster.ranks_per_node" in failure["advice"]

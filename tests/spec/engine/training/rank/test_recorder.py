@@ -48,12 +48,15 @@ def test_a_line_names_every_figure_it_has() -> None:
     assert progress_line({"step": 5, **VALIDATED, "peak_memory_bytes": 2**30}, None) == f"step 5  {OF_VALIDATION}"
 
 
-def test_rank_0_writes_rows_and_the_tokenizer(run: RunFolder, tmp_path: Path) -> None:
+def test_rank_0_writes_rows(run: RunFolder) -> None:
+    recorder(run).row(ROW, 10)
+    assert run.read_metrics() == [ROW]
+
+
+def test_rank_0_copies_the_tokenizer(run: RunFolder, tmp_path: Path) -> None:
     source = tmp_path / "tokenizer.json"
     source.write_text("{}")
-    recorder(run).row(ROW, 10)
     recorder(run).save(source)
-    assert run.read_metrics() == [ROW]
     assert (run.path / "tokenizer.json").read_text() == "{}"
 
 
@@ -76,7 +79,7 @@ def test_other_ranks_write_nothing(run: RunFolder, tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == ""
 
 
-def test_other_ranks_report_phase_and_progress_in_their_status(run: RunFolder) -> None:
+def test_other_ranks_update_their_status(run: RunFolder) -> None:
     status = RankStatus()
     other = Recorder(run, status, rank=1, tensorboard=False)
     other.phase("train")
@@ -121,7 +124,7 @@ def test_warning_that_is_given_once_is_the_first(run: RunFolder) -> None:
     assert [event["message"] for event in run.read_events()] == ["first"]
 
 
-def test_tensorboard_gets_every_figure_and_where_it_is_missing_the_remedy_is_named(run: RunFolder) -> None:
+def test_tensorboard_gets_every_known_figure(run: RunFolder) -> None:
     writer = recorder(run, tensorboard=True)
     writer.row({**ROW, "mfu": None}, 10)
     writer.row({"step": 5, "validation_loss": 2.0})
@@ -129,5 +132,8 @@ def test_tensorboard_gets_every_figure_and_where_it_is_missing_the_remedy_is_nam
     (events,) = (run.path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert [name in content for name in (b"tokens_per_s", b"validation_loss", b"mfu")] == [True, True, False]
+
+
+def test_missing_tensorboard_is_an_error(run: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"set train\.tensorboard=false"):
         open_tensorboard(run, "not_installed")

@@ -79,18 +79,24 @@ def test_every_mistake_is_named_with_what_is_legal(text: str, words: str) -> Non
     assert len(caught.value.problems) == 2
 
 
-def test_a_rank_gets_its_own_faults_and_everybody_the_announcement() -> None:
+def test_faults_are_parsed() -> None:
     expected = (Fault("kill", 1, 3), Fault("slow", 0, 10, 0.5), Fault("slow", 0, 1, 3600.0), Fault("nan", 2, 7))
     assert parse_faults("kill;1;3, slow:0.5;0;10,slow:3600;0;1,nan;2;7", 4) == expected
+
+
+def test_a_rank_injects_only_its_faults() -> None:
     faults, announced = read_faults(1, 2, {"BURST_FAULT": "raise;1;3,nan;0;2"})
     assert announced == ["raise on rank 1 at step 3", "nan on rank 0 at step 2"]
     assert faults.at_loss(2, 1.5) == 1.5
     with pytest.raises(RuntimeError, match="injected"):
         faults.at_forward(3)
+
+
+def test_without_the_variable_there_are_no_faults() -> None:
     assert read_faults(0, 1, {}) == (NO_FAULTS, [])
 
 
-def test_a_fault_strikes_at_its_step_only_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_is_injected_at_its_step_only(capsys: pytest.CaptureFixture[str]) -> None:
     faults = Faults(parse_faults("nan;0;3,raise;0;5,disk;0;2,slow:0.05;0;6", 1))
     for step in (None, 1, 2, 4, 6, 9):  # a slow rank stays so
         started_s, loss = time.monotonic(), object()
@@ -125,7 +131,7 @@ FLOOD = b"".join(b"flood line %d\n" % number for number in range(1_000_000))
     ("kind", "code"),
     [("kill", -9), ("segv", -11), ("abort", -6), ("exit0", 0), ("exit7", 7), ("flood", 0), ("garbage", 0)],
 )
-def test_a_process_prints_and_ends_as_it_was_told(kind: str, code: int) -> None:
+def test_a_fault_ends_its_process(kind: str, code: int) -> None:
     process = started(STRIKE, kind)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == code
@@ -139,7 +145,7 @@ def test_a_process_prints_and_ends_as_it_was_told(kind: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stop", "hang_sleep", "hang_gil"])
-def test_a_process_that_hangs_stays_and_can_be_killed(kind: str) -> None:
+def test_a_hanging_process_can_be_killed(kind: str) -> None:
     with started(STRIKE, kind) as process:
         assert process.stdout is not None
         assert b"BURST_FAULT: now" in process.stdout.readline()

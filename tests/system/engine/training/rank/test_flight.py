@@ -39,7 +39,7 @@ def test_the_last_collective_of_every_group_is_in_the_record() -> None:
     assert {each["state"] for each in last} == {"completed"}
 
 
-def test_messages_and_another_backend_of_a_group_count_by_themselves() -> None:
+def test_messages_count_apart_from_collectives() -> None:
     """And entries of an unknown form do no harm."""
     messages = [entry("a", 0, "nccl:recv 1<-0", is_p2p=True, p2p_seq_id=seq) for seq in range(1, 100)]
     trace = [{}, {"process_group": []}, entry("a", 4, "nccl:all_gather"), entry("a", 3), *messages]

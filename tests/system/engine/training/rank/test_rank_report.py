@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> RunFolder:
     return create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": ""})
 
 
-def test_the_file_says_at_once_who_and_soon_where_a_rank_is_and_how_it_ended(log: Path) -> None:
+def test_the_status_file_follows_a_rank_to_its_end(log: Path) -> None:
     status, file = RankStatus(), log.with_suffix(".status.json")
     status.report_to(3, "node1", log)
     who = {"rank": 3, "pid": os.getpid(), "node": "node1"}
@@ -140,7 +140,7 @@ def test_request_writes_stacks_without_a_signal(log: Path) -> None:
     assert parse_stacks(dump)[0][-1].function != "_bootstrap", "a helper thread is taken for the program's"
 
 
-def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
+def test_a_rank_survives_writing_its_stacks(tmp_path: Path) -> None:
     environment = {**os.environ, "RANK": "2", "BURST_NODE": "n[1]", "BURST_RANK_LOGS": "1"}
     process = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], cwd=ROOT, env=environment)
     folder = tmp_path / "logs" / "n_1_"
@@ -185,7 +185,7 @@ def test_a_rank_leaves_with_its_exit_code_although_its_log_is_on_a_full_disk(
 @pytest.mark.parametrize(
     ("error", "code", "said"), [(ConfigError("no"), 2, "error: no\n"), (ValueError("odd"), 1, "Traceback")]
 )
-def test_an_error_of_ours_is_a_sentence_and_any_other_a_traceback(
+def test_only_unexpected_errors_print_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
 ) -> None:
     def fail(status: RankStatus) -> None:
@@ -215,7 +215,7 @@ def test_output_before_the_redirection_is_not_in_the_log(log: Path) -> None:
     assert log.read_bytes() == b"after 3\nafter 3\n"
 
 
-def test_wait_in_progress_names_operation_and_peer() -> None:
+def test_wait_in_progress_is_described() -> None:
     clock = WaitClock()
     clock.begin("recv", 1)
     assert clock.current is not None
