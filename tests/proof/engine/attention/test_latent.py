@@ -50,6 +50,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("ring", RINGS)
