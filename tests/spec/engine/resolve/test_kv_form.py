@@ -45,6 +45,11 @@ def test_keys_and_values_travel_expanded_where_links_are_free() -> None:
     assert decision.value == "expanded", "every reader would expand the same latents again"
 
 
+def test_of_forms_that_are_as_fast_the_one_travels_that_sends_less() -> None:
+    """Where links and the products that expand are free."""
+    assert select("auto", FREE_LINKS | {"matmul_flops_per_s": 1e18})[1].value == "latent"
+
+
 def test_backward_moves_latents_where_it_would_move_queries_without_them() -> None:
     slow = {"inter_bytes_per_s": 1e9}
     assert select("expanded", slow)[0].backward_circulates == "q"
@@ -73,9 +78,9 @@ def test_divided_heads_refuse_latents_by_name() -> None:
 
 
 def test_a_rank_alone_expands_what_it_has() -> None:
-    assert select("auto", {}, "single", Topology(1, 1))[1].value == "expanded"
+    assert select("auto", {}, "single", Topology(1, 1))[1] == Decision("kv_form", "expanded", Rule.CONFIGURED)
 
 
 def test_groups_too_large_to_plan_are_compared_by_a_smaller_one() -> None:
-    _, decision = select("auto", {"inter_bytes_per_s": 1e9}, topology=replace(NODES, nodes=16))
-    assert decision.value == "latent"
+    large, small = (select("auto", {"inter_bytes_per_s": 1e9}, topology=replace(NODES, nodes=n)) for n in (16, 4))
+    assert large[1].figures == small[1].figures, "64 ranks are compared by 16 with as many tokens each"
