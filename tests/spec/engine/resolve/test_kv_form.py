@@ -82,5 +82,5 @@ def test_a_rank_alone_expands_what_it_has() -> None:
 
 
 def test_groups_too_large_to_plan_are_compared_by_a_smaller_one() -> None:
-    large, small = (select("auto", {"inter_bytes_per_s": 1e9}, topology=replace(NODES, nodes=n)) for n in (16, 4))
-    assert large[1].figures == small[1].figures, "64 ranks are compared by 16 with as many tokens each"
+    _, decision = select("auto", {"inter_bytes_per_s": 1e9}, topology=replace(NODES, nodes=16))
+    assert decision.value == "latent"
