@@ -102,7 +102,7 @@ class LayerCall:
         policy = self.execution.policy
         tensors = {"hidden": self.runtime.stored(hidden.detach())} if policy.saves_input else {}
         if policy.kind == "none":
-            tensors |= {name: getattr(saved, name) for name in ("q", "k", "v", "out", "lse")}
+            tensors |= {"q": saved.q, **saved.kv, "out": saved.out, "lse": saved.lse}
             # After a head exchange `saved.out` is that of other rows and heads; `finish` needs that of the local rows.
             return tensors if out is saved.out else tensors | {"local_out": out}
         if policy.kind != "full":
@@ -123,7 +123,8 @@ class LayerCall:
             projected: q, k and v as the layer's `project` returns them, if known.
         """
         if "q" in tensors:
-            saved = SavedAttention(*(tensors[name] for name in ("q", "k", "v", "out", "lse")))
+            kv = {name: tensors[name] for name in ("k", "v")}
+            saved = SavedAttention(tensors["q"], kv, tensors["out"], tensors["lse"])
             return tensors.get("local_out", saved.out), saved
         if projected is None:
             q, k, v = self.project(hidden)

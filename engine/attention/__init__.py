@@ -8,7 +8,9 @@ Masks, layouts and plans are made by `engine.planning`, which needs no torch.
 """
 
 from engine.attention.context import SequenceContext, attention
+from engine.attention.latent_calls import latent_attention
 from engine.attention.library import ContextParallel
+from engine.planning.program.ops import LatentShape
 from engine.planning.visibility.mask import Mask
 
-__all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]
+__all__ = ["ContextParallel", "LatentShape", "Mask", "SequenceContext", "attention", "latent_attention"]

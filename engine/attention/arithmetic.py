@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from engine.attention.buffers import Lease, allocate_tensor, buffer_location
 from engine.attention.executor import Fields, Operand
+from engine.attention.latent import LatentExpansion
 from engine.attention.merge import add_kv, backward_stats, finish, merge_tile, surrogate_out
 from engine.attention.sinks import SinkGradients
 from engine.device.row_blocks import accumulate_dtype, ends
 from engine.kernels.attention.base import TileGradients, TileKernel
 from engine.kernels.attention.heads import HeadSlices, call_elements, head_slices, split_heads
-from engine.planning.program.ops import FIELDS, Buffer, Tile
+from engine.planning.program.ops import FIELDS, LATENT_FIELDS, Buffer, Tile
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
 ACCUMULATED = frozenset({"sums", "kv_sums"})  # operands of a tile that it adds to
@@ -51,6 +52,7 @@ class TensorArithmetic:
         lease: Lease | None = None,
         sinks: Tensor | None = None,
         sink_gradients: SinkGradients | None = None,
+        expansion: LatentExpansion | None = None,
     ) -> None:
         """Start one run of a plan.
 
@@ -60,8 +62,11 @@ class TensorArithmetic:
             lease: Where buffers come from that are neither input nor output; None: new ones.
             sinks: Learnable sinks [num_heads] of a forward pass, in the dtype of sums (see `merge.finish`).
             sink_gradients: Of a backward pass that forms statistics of its rows: their shares are added there.
+            expansion: Buffers hold latents, which it expands in tiles; None: k and v. For undivided heads.
         """
         self.shape = shape
+        self._expansion = expansion
+        self._fields = FIELDS if expansion is None else LATENT_FIELDS
         self._sinks = sinks
         self._sink_gradients = sink_gradients
         self.kernel = kernel
@@ -84,7 +89,12 @@ class TensorArithmetic:
         dk and dv of the tile are held back until the next op: where that adds received dk and dv to the same rows, one
         pass over memory does both.
         """
-        run = self._run_forward if "kv_sums" not in fields else self._run_backward
+        if self._expansion is not None:
+            self._run_on_latents(tile, fields, self._expansion)
+            return
+        run: Callable[[Tile, Mapping[str, Fields]], object] = (
+            self._run_forward if "kv_sums" not in fields else self._run_backward
+        )
         q, v, limit = fields["q"]["q"], fields["kv"]["v"], self.kernel.capabilities.max_call_elements
         is_large = limit is not None and call_elements(q, v) * q.shape[1] > limit
         if tile.heads.count > 1:
@@ -99,6 +109,31 @@ class TensorArithmetic:
             run(tile._replace(stores_kv=tile.stores_kv and part.keys.start not in shared), operands)
             shared.add(part.keys.start)
 
+    def _run_on_latents(self, tile: Tile, fields: Mapping[str, Fields], expansion: LatentExpansion) -> None:
+        """As `run_tile`, of latents: k and v, dk and dv live for this tile, or for a part of its heads if it is large.
+
+        The gradients of one tile are never held beside those of another, so none waits for those that arrive.
+        """
+        assert tile.heads.count == 1, "latents belong to all heads"
+        latents, q = fields["kv"]["latent"], fields["q"]["q"]
+        limit = self.kernel.capabilities.max_call_elements
+        heads = expansion.heads
+        v_like = torch.empty(len(latents), expansion.num_heads, heads.v_dim, device="meta")
+        if limit is None or call_elements(q, v_like) * q.shape[1] <= limit:
+            parts = [HeadSlices(slice(0, q.shape[1]), slice(0, expansion.num_heads))]
+        else:
+            parts = split_heads(q, v_like, limit)
+        if tile.stores_kv:
+            fields["kv_sums"]["dlatent"].zero_()
+        for part in ends(parts):
+            operands = _part_of(part, {name: fields[name] for name in ("q", "sums")}, copies=len(parts) > 1)
+            operands["kv"] = expansion.expand(latents, part.keys)
+            if "kv_sums" not in fields:
+                self._run_forward(tile, operands)
+                continue
+            gradients = self._run_backward(tile, operands)
+            expansion.add_gradients(fields["kv_sums"]["dlatent"], latents, gradients["dk"], gradients["dv"], part.keys)
+
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         q, kv, partial = fields["q"], fields["kv"], fields["sums"]
         # q [n, H, qk_dim], k [m, K, qk_dim], v [m, K, v_dim] -> out [n, H, v_dim], lse [n, H] over this tile's keys
@@ -109,7 +144,8 @@ class TensorArithmetic:
         else:
             merge_tile(partial["out"], partial["lse"], block_out, block_lse)
 
-    def _run_backward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
+    def _run_backward(self, tile: Tile, fields: Mapping[str, Fields]) -> Fields:
+        """dk and dv of a tile, held back as `_late` but for latents; its dq is added to the sums."""
         q, kv, sums = fields["q"], fields["kv"], fields["sums"]["dq"]
         dout = q["dout"]
         # lse is over ALL keys of a row, not over those of this tile: so p = exp(scores - lse) is its share of the whole
@@ -125,7 +161,10 @@ class TensorArithmetic:
             sums.copy_(dq)
         else:
             sums.add_(dq)
-        self._late = _KvGradients(fields["kv_sums"], {"dk": dk, "dv": dv}, tile.stores_kv)
+        gradients = {"dk": dk, "dv": dv}
+        if self._expansion is None:
+            self._late = _KvGradients(fields["kv_sums"], gradients, tile.stores_kv)
+        return gradients
 
     def finish_step(self) -> None:
         """Add the dk and dv of the last tile to their sums."""
@@ -177,7 +216,7 @@ class TensorArithmetic:
 
     def wire_fields(self, buffer: Buffer, fields: Fields) -> tuple[Tensor, ...]:
         """Tensors that travel, in fixed order."""
-        return tuple(fields[field.name] for field in FIELDS[buffer.kind])
+        return tuple(fields[field.name] for field in self._fields[buffer.kind])
 
     def _same_heads(self, name: str, dst: Operand, src: Operand) -> tuple[Tensor, Tensor]:
         """The two tensors, the one with more heads cut to the heads of the other."""
@@ -196,10 +235,14 @@ class TensorArithmetic:
         return target, source[:, first:last]
 
     def _field_shapes(self, buffer: Buffer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        shape = self.shape
+        shape, fields = self.shape, self._fields[buffer.kind]
         counts = buffer.heads.counts(shape.num_heads, shape.num_kv_heads)
         dtypes = {"element": shape.dtype, "sum": accumulate_dtype(shape.dtype), "wire": shape.wire_gradient_dtype}
-        return {f.name: (f.row(counts, shape.qk_dim, shape.v_dim), dtypes[f.dtype]) for f in FIELDS[buffer.kind]}
+        latents = (0, 0)
+        if self._expansion is not None:
+            assert buffer.heads.count == 1, "latents belong to all heads"
+            latents = (self._expansion.sequences, self._expansion.heads.latent.dim)
+        return {f.name: (f.row(counts, shape.qk_dim, shape.v_dim, latents), dtypes[f.dtype]) for f in fields}
 
 
 class _KvGradients(NamedTuple):

@@ -7,8 +7,8 @@ out = context(q, k, v)                          differentiable; every rank of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Protocol
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.buffers import BufferPool
+from engine.attention.latent import LatentHeads
 from engine.attention.linear.sequence import LinearSequence
 from engine.attention.linear.spans import build_spans
 from engine.attention.runtime import AttentionRuntime, ForwardPass, PlannedAttention, run_attention
@@ -34,29 +35,45 @@ from engine.config.errors import ConfigError
 from engine.kernels.attention.base import TileKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.layers import LayerAttention
-from engine.planning.program.ops import Channel
+from engine.planning.program.ops import Channel, LatentShape
 from engine.planning.schedules.plan import channels_of, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.layout import Layout
+from engine.resolve.decisions import Decision
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Query heads, kv heads (a divisor of them), the width of one head of q and k, and that of one of v."""
+    """Query heads, kv heads (a divisor of them), the width of one head of q and k, and that of one of v.
+
+    latent   of what k and v are expanded, in multi-head latent attention; None: of nothing smaller
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     v_dim: int
+    latent: LatentShape | None = field(default=None, repr=False)
+
+    @property
+    def latent_heads(self) -> LatentHeads:
+        """What latents are expanded to."""
+        assert self.latent is not None
+        return LatentHeads(self.latent, self.num_kv_heads, self.head_dim, self.v_dim)
 
     def __post_init__(self) -> None:
         problems = [
-            f"{item.name}: got {getattr(self, item.name)}; at least 1 is needed"
-            for item in fields(self)
-            if getattr(self, item.name) < 1
+            f"{name}: got {getattr(self, name)}; at least 1 is needed"
+            for name in ("num_heads", "num_kv_heads", "head_dim", "v_dim")
+            if getattr(self, name) < 1
         ]
+        if self.latent and not (self.latent.rank >= 1 and 0 <= self.latent.rope_dim < self.head_dim):
+            problems.append(
+                f"latent: got {self.latent}; expected a rank of at least 1, and a rope_dim below "
+                f"head_dim={self.head_dim}, of which it is a part"
+            )
         if not problems and self.num_heads % self.num_kv_heads:
             problems.append(
                 f"num_kv_heads: got {self.num_kv_heads}, expected a divisor of num_heads={self.num_heads}, "
@@ -68,10 +85,14 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """Heads of one layer, and the kernel that computes them."""
+    """Heads of one layer, the kernel that computes them, and in which form their keys and values travel.
+
+    kv_form   latent or expanded, and why; None: there are no latents
+    """
 
     shape: HeadShape
     kernel: TileKernel
+    kv_form: Decision | None = None
 
 
 class SequenceRanks(Protocol):
@@ -217,11 +238,24 @@ class SequenceContext:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0, sinks: Tensor | None = None) -> Tensor:
         """`attention` of a layer without its checks: out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""
-        return run_attention(q, k, v, self.runtimes[layer % len(self.runtimes)], sinks)
+        return run_attention(q, k, v, self.layer_runtime(layer), sinks)
+
+    def layer_runtime(self, layer: int) -> AttentionRuntime:
+        """Plans of a layer."""
+        return self.runtimes[layer % len(self.runtimes)]
 
     def heads(self, layer: int = 0) -> HeadShape:
         """Heads of a layer."""
         return self._heads[layer % len(self._heads)].shape if self._heads else self.parallel.heads
+
+    def kv_form(self, layer: int = 0) -> Decision | None:
+        """Whether keys and values of a layer travel as latents or expanded, and why; None: there are no latents."""
+        return self._heads[layer % len(self._heads)].kv_form if self._heads else None
+
+    def moves_latents(self, layer: int = 0) -> bool:
+        """Whether latents travel in place of the keys and values of a layer."""
+        decision = self.kv_form(layer)
+        return decision is not None and decision.value == "latent"
 
     def functions(self, num_layers: int) -> list[AttentionFn]:
         """Attention of every layer of a model, for its forward passes one after the other."""
@@ -350,32 +384,34 @@ def attention(
     if torch.is_autocast_enabled(kind):
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     heads = context.heads(layer)
-    problems = _input_problems(q, k, v, context, heads)
+    kv_heads = heads.num_kv_heads
+    expected = {
+        "q": (q, (heads.num_heads, heads.head_dim)),
+        "k": (k, (kv_heads, heads.head_dim)),
+        "v": (v, (kv_heads, heads.v_dim)),
+    }
+    problems = input_problems(expected, context)
     if sinks is not None:
-        problems += _sink_problems(sinks, heads.num_heads, context.parallel.device)
+        problems += sink_problems(sinks, heads.num_heads, context.parallel.device)
     if problems:
         raise ValueError("attention: " + "; ".join(problems))
     with torch.autocast(kind, enabled=False):
         return context(q, k, v, layer, sinks)
 
 
-def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, heads: HeadShape) -> list[str]:
-    """One sentence per tensor that does not fit."""
+def input_problems(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], context: SequenceContext) -> list[str]:
+    """One sentence per tensor that does not fit; `tensors`: by name, with what follows [batch, rows] of its shape."""
     parallel = context.parallel
     problems = []
+    q, _ = tensors["q"]
     batch = q.shape[0] if q.dim() == 4 else "B"
-    rows = context.local_len
-    shapes = {
-        "q": (q, heads.num_heads, heads.head_dim),
-        "k": (k, heads.num_kv_heads, heads.head_dim),
-        "v": (v, heads.num_kv_heads, heads.v_dim),
-    }
-    for name, (tensor, count, width) in shapes.items():
-        expected = (batch, rows, count, width)
+    rows, axes = context.local_len, ("", "channels", "heads, head_dim")
+    for name, (tensor, widths) in tensors.items():
+        expected = (batch, rows, *widths)
         if tuple(tensor.shape) != expected:
             note = f"; this rank holds {rows} of {context.padded_len} rows" if tensor.shape[1:2] != (rows,) else ""
             problems.append(
-                f"{name} has shape {tuple(tensor.shape)}, expected [batch, rows, heads, head_dim] = "
+                f"{name} has shape {tuple(tensor.shape)}, expected [batch, rows, {axes[len(widths)]}] = "
                 f"({', '.join(map(str, expected))}){note}"
             )
         if tensor.dtype != parallel.dtype:
@@ -387,7 +423,7 @@ def _input_problems(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, h
     return problems
 
 
-def _sink_problems(sinks: Tensor, num_heads: int, device: torch.device) -> list[str]:
+def sink_problems(sinks: Tensor, num_heads: int, device: torch.device) -> list[str]:
     """One sentence per property of learnable sinks that does not fit."""
     problems = []
     if tuple(sinks.shape) != (num_heads,):

@@ -20,14 +20,16 @@ import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.attention.context import HeadShape, SequenceContext, attention
+from engine.attention.latent_calls import latent_attention
 from engine.attention.library import ContextParallel
-from engine.attention.linear.hugging_face import LinearLayers, find_linear_layers
+from engine.attention.linear.hugging_face import find_linear_layers
 from engine.attention.linear.sequence import LinearSequence
 from engine.attention.model_calls import (
     AttentionCall,
@@ -36,8 +38,10 @@ from engine.attention.model_calls import (
     describe_call,
     layer_heads,
     option_problems,
-    probe_attention,
+    run_probe,
 )
+from engine.attention.model_config import layer_windows, model_problems
+from engine.attention.model_latents import LatentCapture, find_latents, install_captures, with_latents
 from engine.config.errors import ConfigError
 from engine.config.settings import MaskKind
 from engine.data.sampler import IGNORE_INDEX
@@ -46,7 +50,8 @@ from engine.planning.visibility.mask import Mask
 IMPLEMENTATION = "burst_context_parallel"
 MAX_CACHED_CONTEXTS = 8  # batches with other lengths or documents need other plans
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+LatentLayers = Mapping[int, tuple[nn.Module, LatentCapture]]
 
 
 # What may be done to a `ShardMask` on its way to attention: move it, copy it, look at its shape.
@@ -63,19 +68,31 @@ class ModelSequence:
     context        plans of attention over the whole sequences
     windows        sliding window of every layer in tokens by the model's config; None: none
     position_ids   [1, T] of this rank's rows in their documents
+    latents        of layers whose keys and values are expanded from latents
 
     A plain class: wrappers of models copy the dataclasses that they find among the arguments.
     """
 
-    def __init__(self, context: SequenceContext, windows: tuple[int | None, ...], position_ids: Tensor) -> None:
+    def __init__(
+        self,
+        context: SequenceContext,
+        windows: tuple[int | None, ...],
+        position_ids: Tensor,
+        latents: Mapping[int, LatentCapture],
+    ) -> None:
         self.context = context
         self.windows = windows
         self.position_ids = position_ids
+        self.latents = latents
 
     @property
     def linear(self) -> LinearSequence:
         """The sequences for the model's linear layers."""
         return self.context.linear
+
+    def latent_capture(self, layer: int) -> LatentCapture | None:
+        """Return what hands a layer's latents on, where these travel; None: keys and values do."""
+        return self.latents[layer] if self.context.moves_latents(layer) else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out [B, T, H, v_dim] of this rank's rows; arguments as of `attention`."""
@@ -110,8 +127,10 @@ class InputSharder:
         mask: Mask | MaskKind | Sequence[Mask | MaskKind],
         windows: tuple[int | None, ...],
         heads: tuple[HeadShape, ...],
+        latents: Mapping[int, LatentCapture],
     ) -> None:
         self.parallel = parallel
+        self._latents = latents
         self._mask = mask
         self._windows = windows
         self._heads = heads
@@ -148,7 +167,7 @@ class InputSharder:
         batch, seq_len = input_ids.shape
         context = self.context(seq_len, documents)
         rows = document_positions(context.positions, context.seq_len, documents)[None]
-        sequence = ModelSequence(context, self._windows, rows)
+        sequence = ModelSequence(context, self._windows, rows, self._latents)
         inputs = {**_decoder_inputs(context.shard(input_ids), rows.expand(batch, -1)), "sequence": sequence}
         if labels is not None:
             shifted = shift_labels(labels, documents)
@@ -195,8 +214,9 @@ def enable_context_parallel(
         problems.append(f"mask: the model asks for sliding windows {sorted(set(filter(None, windows)))} of its own")
     _register(transformers)
     heads: tuple[HeadShape, ...] = ()
+    latents: LatentLayers = {}
     if not problems:
-        calls, problems = _recorded_calls(model)
+        calls, latents, problems = _recorded_calls(model)
         heads = layer_heads(calls)
         silent_layers = () if linear is None else linear.layers
         problems = problems or [*call_problems(calls, windows, silent_layers), *_head_problems(heads, parallel)]
@@ -208,7 +228,7 @@ def enable_context_parallel(
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
             module.register_forward_pre_hook(check, with_kwargs=True)
-    return InputSharder(parallel, mask, windows, heads)
+    return InputSharder(parallel, mask, windows, heads, install_captures(latents))
 
 
 def _register(transformers: Any) -> None:
@@ -216,21 +236,30 @@ def _register(transformers: Any) -> None:
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
 
 
-def _recorded_calls(model: Any) -> tuple[list[AttentionCall], list[str]]:
-    """The model's calls of attention, or why it makes none under context parallelism; the model is not changed."""
+def _recorded_calls(model: Any) -> tuple[list[AttentionCall], LatentLayers, list[str]]:
+    """The model's calls of attention, what their keys and values are expanded from, and why it makes none under
+    context parallelism; the model is not changed.
+    """
     before, experts = model.config._attn_implementation, model.config._experts_implementation
     device = next(model.parameters()).device
-    positions = torch.arange(2, device=device)[None]
     linear = find_linear_layers(model)
     if linear is not None:
         linear.replace_functions(ShardMask)
     model.set_attn_implementation(IMPLEMENTATION)
     if device.type == "meta" and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on the router
+
+    def run(shape: tuple[int, int], probe: AttentionProbe) -> Any:
+        positions = torch.arange(shape[1], device=device).expand(shape)
+        return run_probe(model, _decoder_inputs(torch.zeros_like(positions), positions), probe)
+
     try:
-        return probe_attention(model, _decoder_inputs(torch.zeros_like(positions), positions)), []
+        with torch.no_grad():
+            run((1, 2), probe := AttentionProbe())
+        latents = find_latents(model, probe.calls, run)
+        return with_latents(probe.calls, latents), latents, []
     except Exception as error:  # whatever the model's own code raises
-        return [], [f"a forward pass of two tokens failed: {type(error).__name__}: {error}"]
+        return [], {}, [f"a forward pass of two tokens failed: {type(error).__name__}: {error}"]
     finally:
         model.set_attn_implementation(before)
         if device.type == "meta" and model._can_set_experts_implementation():
@@ -253,7 +282,7 @@ def model_heads(model: nn.Module) -> tuple[HeadShape, ...]:
     The model makes a forward pass of two tokens. Raises ConfigError if that fails under context parallelism.
     """
     _register(_import_transformers())
-    calls, problems = _recorded_calls(model)
+    calls, _, problems = _recorded_calls(model)
     if problems:
         raise ConfigError([f"{type(model).__name__}: {problem}" for problem in problems])
     return layer_heads(calls)
@@ -344,7 +373,8 @@ def attention_forward(
         )
     problems = list(option_problems(module, attention_mask, dropout, options))
     if isinstance(sequence, AttentionProbe):
-        return sequence.record(describe_call(module, (query, key, value), sliding_window, problems), query), None
+        operands = query, key, value
+        return sequence.record(module, describe_call(module, operands, sliding_window, problems), operands), None
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = sequence.windows[layer]
     if sliding_window != window:
@@ -355,7 +385,12 @@ def attention_forward(
     if scaling is not None:
         factor = scaling * math.sqrt(query.shape[-1])  # kernels scale by 1/sqrt(D)
         q = q if math.isclose(factor, 1.0, rel_tol=1e-9) else q * factor
-    return sequence.attend(layer, q, k, v, s_aux), None
+    capture = sequence.latent_capture(layer)
+    if capture is None:
+        return sequence.attend(layer, q, k, v, s_aux), None
+    c, k_rope = capture.take(module, len(q)), k[:, :, 0, q.shape[-1] - capture.shape.rope_dim :]
+    weight, bias = capture.expansion.weight, capture.expansion.bias
+    return latent_attention(q, c, k_rope, weight, sequence.context, layer, bias=bias, sinks=s_aux), None
 
 
 def refuse_masks(
@@ -381,30 +416,11 @@ def refuse_masks(
         raise ValueError("context parallelism: " + "; ".join(problems))
 
 
-def model_problems(model: Any, linear: LinearLayers | None = None) -> Iterator[str]:
-    """One sentence per property of the model that would be computed wrongly and that its calls of attention hide.
-
-    `linear`: its linear layers, where these run over all ranks; None: they are refused.
-    """
-    config = model.config
-    if not model._can_set_attn_implementation():
-        yield "its attention is not exchangeable (it does not use transformers.AttentionInterface)"
-    if config.get_text_config() is not config:
-        yield "it is not a language model made of attention layers alone; enable the text model of a larger one"
-        return
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if rate := _any_layer(config, name):
-            yield f"config.{name} is {rate}; attention over several ranks has no dropout, set 0"
-    for name in ("attn_logit_softcapping", "attention_chunk_size", "output_attentions", "output_router_logits"):
-        if value := _any_layer(config, name):
-            yield f"config.{name} is {value}, which context parallelism does not have"
-    yield from _sequence_problems(model, linear)
-
-
 def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Iterator[str]:
     """Why the ranks cannot divide the heads of all layers."""
     shapes = list(dict.fromkeys(heads))
-    if shapes and parallel.heads not in shapes:
+    # Latents may be found only here: they need not be given.
+    if shapes and replace(parallel.heads, latent=None) not in [replace(shape, latent=None) for shape in shapes]:
         yield (
             f"has {' and '.join(map(str, shapes))}, but ContextParallel was made for {parallel.heads}; give it "
             f"the num_heads, num_kv_heads, head_dim and v_dim of {'the model' if len(shapes) == 1 else 'one of these'}"
@@ -412,59 +428,6 @@ def _head_problems(heads: Sequence[HeadShape], parallel: ContextParallel) -> Ite
         return
     for shape in shapes:
         yield from parallel.head_problems(shape)
-
-
-def _sequence_problems(model: Any, linear: LinearLayers | None) -> Iterator[str]:
-    """Parts of the model, besides attention and `linear`, that look at more than one position."""
-    config = model.config
-    supported = (*_LAYER_TYPES, *(() if linear is None else (linear.family.layer_type,)))
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(supported))
-    if others:
-        yield f"has layers of type {', '.join(others)}; only {' and '.join(supported)} can be divided"
-    known = set() if linear is None else linear.parts
-    mixers = (part for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase)) and part not in known)
-    mixing = sorted({type(part).__name__ for part in mixers})
-    if mixing:
-        yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Embedding) and part.padding_idx is not None and "position" in name.rpartition(".")[2]:
-            yield f"its position table {name} has a padding_idx: positions would not begin at {part.padding_idx + 1}"
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        yield f"its {type(model.base_model).__name__} takes no position_ids, and a rank's rows are not consecutive"
-    varying = sorted({"dynamic", "longrope"} & set(_rope_types(getattr(config, "rope_parameters", None))))
-    if varying:
-        yield f"its rope_type {varying[0]} depends on the longest position, which differs from rank to rank"
-    if getattr(model, "loss_type", None) not in (None, "ForCausalLM") or hasattr(model, "_loss_function"):
-        yield "its loss is not transformers' causal language modelling loss, which takes shifted labels"
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Kinds of rotary embedding in a config, which may hold one per type of layer."""
-    if isinstance(parameters, Mapping):
-        yield str(parameters.get("rope_type", "default"))
-        for value in parameters.values():
-            yield from _rope_types(value) if isinstance(value, Mapping) else ()
-
-
-def _layer_configs(config: Any) -> list[Any]:
-    """The config of every layer: one and the same, unless the model's layers differ in more than their types."""
-    if getattr(config, "is_heterogeneous", False):
-        return list(config.per_layer_config)
-    return [config] * int(config.num_hidden_layers)
-
-
-def _any_layer(config: Any, name: str) -> Any:
-    """A setting in the first layer where it is neither absent nor 0; None if there is none."""
-    return next((value for layer in _layer_configs(config) if (value := getattr(layer, name, None))), None)
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Sliding window in tokens of every layer, the token itself included; None: none."""
-    layers, types = _layer_configs(config), getattr(config, "layer_types", None)
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    if types is None:
-        return tuple(windows)
-    return tuple(window if kind == "sliding_attention" else None for window, kind in zip(windows, types, strict=False))
 
 
 def document_positions(positions: Tensor, seq_len: int, documents: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,31 @@ from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import P2POp, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
-from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config.settings import (
+    AttentionConfig,
+    Dtype,
+    KvForm,
+    MaskKind,
+    MemoryConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from engine.distributed.mesh import Mesh, step_timeout
 from engine.distributed.waits import WaitClock
 from engine.kernels.attention import KernelChoice, TileKernel, select_kernel
 from engine.planning.methods.layers import LayerPattern, attention_layers, build_layers, layer_pattern
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
-from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
-from engine.planning.schedules.plan import channels_of
+from engine.planning.program.ops import HOST_CHANNELS, Channel, LatentShape, LinkBytes
+from engine.planning.schedules.plan import channels_of, token_bytes_of
 from engine.planning.topology import Topology, padded_length
 from engine.planning.visibility.layout import Layout
 from engine.planning.visibility.mask import Mask
 from engine.planning.visibility.patterns import build_mask
 from engine.predict.machine import Machine, machine_of
 from engine.resolve.attention import resolve_attention
+from engine.resolve.decisions import Decision
+from engine.resolve.kv_form import latent_problem, select_kv_form
 from engine.resolve.legality import heads_problem
 from engine.resolve.run import ResolvedRun, resolve_run
 
@@ -76,6 +87,9 @@ class ContextParallel:
     head_dim      width of one head of q and k; the softmax scale is 1/sqrt(head_dim)
     v_dim         width of one head of v and of the output; None: head_dim. A narrower one travels as it is, and is
                   padded with zeros in kernels that need that. Costs are predicted for heads of head_dim
+    latent        of what k and v are expanded, in multi-head latent attention; None: they are not
+    kv_form       where there are latents: `latent` sends these, `expanded` k and v, `auto` what a context's length
+                  and ranks are predicted to be faster with (`SequenceContext.kv_form` says which, and why)
     preset        a named method, see docs/attention.md; it names the attention part of a method only
     nodes         machines over which the group's ranks lie, in equal runs; None: found by host name
     dtype         of q, k and v
@@ -96,6 +110,7 @@ class ContextParallel:
     kernel_choice: KernelChoice | None  # why `group.kernel`, where it was chosen
     process_group: dist.ProcessGroup | None  # that was given
     machine: Machine | None  # on which the method was chosen; None: of a group that is imagined
+    kv_form: KvForm  # that was asked for
 
     def __init__(
         self,
@@ -105,6 +120,8 @@ class ContextParallel:
         head_dim: int,
         num_kv_heads: int | None = None,
         v_dim: int | None = None,
+        latent: LatentShape | None = None,
+        kv_form: KvForm = "auto",
         preset: str = "burst",
         nodes: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -117,10 +134,13 @@ class ContextParallel:
             num_heads if num_kv_heads is None else num_kv_heads,
             head_dim,
             head_dim if v_dim is None else v_dim,
+            latent,
         )
+        if kv_form not in get_args(KvForm):
+            raise ConfigError(f"kv_form: got {kv_form!r}, expected one of {', '.join(get_args(KvForm))}")
         device = torch.device(device) if device is not None else _default_device(group)
         axes_read = _read_axes(preset, axes)
-        places = all_gather_rank_info(group, device, (heads, preset, str(dtype), nodes, sorted(axes.items())))
+        places = all_gather_rank_info(group, device, (heads, kv_form, preset, str(dtype), nodes, sorted(axes.items())))
         world_rank = dist.get_rank() if dist.is_initialized() else 0
         ranks = places[world_rank].ranks
         topology = find_topology([places[rank].host for rank in ranks], nodes)
@@ -136,7 +156,7 @@ class ContextParallel:
         transport = open_transport(groups, world_rank, topology, device, channels=channels, timeout=timeout)
         self._join(config, AttentionGroup(ranks.index(world_rank), topology, transport, choice.kernel), method)
         self.heads, self.dtype, self.device, self.kernel_choice = heads, dtype, device, choice
-        self.process_group, self.machine = group, machine
+        self.process_group, self.machine, self.kv_form = group, machine, kv_form
 
     @classmethod
     def of_run(cls, run: ResolvedRun, mesh: Mesh, transport: Transport | None = None) -> ContextParallel:
@@ -179,6 +199,7 @@ class ContextParallel:
         self.config, self.group, self.method = config, group, method
         self._pattern: Sequence[LayerPattern] = layer_pattern(config, method)
         self.machine = None
+        self.kv_form = "expanded"
         v_dim = model.v_head_dim or model.head_dim
         self.heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, v_dim)
         self.dtype = getattr(torch, config.train.compute_dtype)
@@ -236,13 +257,14 @@ class ContextParallel:
         turn = replace(self.config.attention, mask_layers=(causal,) * count)
         run = replace(self.config, attention=turn, train=replace(self.config.train, seq_len=seq_len))
         of_layers = [shapes[index % len(shapes)] for index in range(count)]
-        layers = [
-            replace(layer, mask=masks[index % len(masks)], method=self._method_for(of_layers[index]))
-            for index, layer in enumerate(attention_layers(run, self.method))
-        ]
         has_documents = any(mask.documents for mask in masks)
         kernels = {shape: self._kernel_for(shape, has_documents) for shape in set(shapes)}
-        chosen_heads = [LayerHeads(shape, kernels[shape]) for shape in of_layers]
+        layers, chosen_heads = [], []
+        for index, layer in enumerate(attention_layers(run, self.method)):
+            shape, layer_mask = of_layers[index], masks[index % len(masks)]
+            method, form = self._method_for(shape, layer_mask)
+            layers.append(replace(layer, mask=layer_mask, method=method))
+            chosen_heads.append(LayerHeads(shape, kernels[shape], form))
         return build_context(self.group, layers, padded_length(seq_len, self.size), self, chosen_heads)
 
     def head_problems(self, shape: HeadShape) -> list[str]:
@@ -252,13 +274,31 @@ class ContextParallel:
             replace(self.config.model, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads),
         )
         self._kernel_for(shape, has_documents=False)
-        return [f"attention.head_parallel_size: {problem}, of layers with {shape}"] if problem else []
+        problems = [f"attention.head_parallel_size: {problem}, of layers with {shape}"] if problem else []
+        if self.kv_form == "latent":
+            found = latent_problem(self.method) if shape.latent else "are not known to be expanded from latents"
+            problems += [f"kv_form=latent: keys and values of layers with {shape}: {found}"] if found else []
+        return problems
 
-    def _method_for(self, shape: HeadShape) -> AttentionMethod:
-        return replace(self.method, kv_replicated=self.method.head_parallel_size > shape.num_kv_heads)
+    def _method_for(self, shape: HeadShape, mask: Mask) -> tuple[AttentionMethod, Decision | None]:
+        """The method of layers with such heads, and the form of their keys and values."""
+        method = replace(self.method, kv_replicated=self.method.head_parallel_size > shape.num_kv_heads)
+        if shape.latent is None or self.machine is None:
+            return method, None
+        run = replace(self.config, train=replace(self.config.train, seq_len=mask.seq_len))
+        expanded = token_bytes_of(run, method)
+        sizes = replace(
+            expanded,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            qk_dim=shape.head_dim,
+            v_dim=shape.v_dim,
+            latent=shape.latent,
+        )
+        return select_kv_form(self.kv_form, run, method, mask, self.topology, self.machine, sizes)
 
     def _kernel_for(self, shape: HeadShape, has_documents: bool) -> TileKernel:
-        if shape == self.heads and not has_documents:
+        if replace(shape, latent=self.heads.latent) == self.heads and not has_documents:
             return self.group.kernel
         name = self.config.attention.kernel
         return select_kernel(

@@ -42,25 +42,25 @@ class AttentionProbe:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def record(self, call: AttentionCall, query: Tensor) -> Tensor:
-        """Zeros [B, T, H, v_dim] in place of the attention of query [B, H, T, head_dim]."""
+    def record(self, module: nn.Module, call: AttentionCall, operands: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Zeros [B, T, H, v_dim] in place of the attention of query [B, H, T, head_dim], key and value."""
+        query, _, _ = operands
         self.calls.append(call)
         batch, num_heads, rows, _ = query.shape
         return query.new_zeros(batch, rows, num_heads, call.heads.v_dim)
 
 
-def probe_attention(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionCall]:
-    """Calls of attention in one forward pass of the model, in order; leaves torch's random numbers as they were.
+def run_probe(model: nn.Module, inputs: Mapping[str, Any], probe: AttentionProbe) -> Any:
+    """The output of one forward pass that is recorded; leaves torch's random numbers as they were.
 
     Args:
         model: Under our attention implementation.
         inputs: Its keyword arguments but `sequence`.
+        probe: Records its calls of attention.
     """
-    probe = AttentionProbe()
     device = next(model.parameters()).device
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model(**inputs, sequence=probe)
-    return probe.calls
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return model(**inputs, sequence=probe)
 
 
 def describe_call(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
 from engine.attention.buffers import BufferPool
 from engine.attention.executor import Execution, Fields
+from engine.attention.latent import LatentExpansion
 from engine.attention.merge import backward_stats
 from engine.attention.sinks import SinkGradients
 from engine.attention.transport import Transport
@@ -25,15 +26,39 @@ from engine.planning.program.ops import Kind, RankPlan
 class SavedAttention:
     """What backward needs, as the forward plan left it: of the own rows or, after a head exchange, of the ring's.
 
-    q, k, v, out in the compute dtype; lse [T, H] in fp32 (float64). k and v are those that backward starts from: after
-    a reversed ring the last block held.
+    q, kv, out in the compute dtype; lse [T, H] in fp32 (float64). kv, which is k and v or their `latent`, is what
+    backward starts from: after a reversed ring the last block held.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    kv: Fields
     out: Tensor
     lse: Tensor
+
+
+class KvOperand(NamedTuple):
+    """Keys and values of the own rows for a forward plan.
+
+    fields      k [T, K, qk_dim] and v [T, K, v_dim], or latent [T, B, rank + rope_dim]; contiguous
+    num_heads   K
+    v_dim       width of a head of v
+    expansion   of latents; None: they are k and v
+    """
+
+    fields: Fields
+    num_heads: int
+    v_dim: int
+    expansion: LatentExpansion | None = None
+
+    @classmethod
+    def expanded(cls, k: Tensor, v: Tensor) -> KvOperand:
+        """k and v themselves."""
+        return cls({"k": k, "v": v}, k.shape[1], v.shape[2])
+
+    @classmethod
+    def compressed(cls, latents: Tensor, expansion: LatentExpansion) -> KvOperand:
+        """Latents of k and v."""
+        return cls({"latent": latents}, expansion.num_heads, expansion.heads.v_dim, expansion)
 
 
 @dataclass(frozen=True)
@@ -68,6 +93,11 @@ class AttentionRuntime:
         return self._has_stats and "dout" in self.backward.arguments
 
     @property
+    def kv_moves_backward(self) -> bool:
+        """Whether keys and values move in backward, with their gradients; else queries do."""
+        return not self._has_stats
+
+    @property
     def _has_stats(self) -> bool:
         return self.backward.buffers[self.backward.argument("q_dout")].kind == Kind.Q_DOUT_STATS
 
@@ -95,15 +125,15 @@ class AttentionRuntime:
         qk_dim: int,
         v_dim: int,
         device: torch.device | None = None,
-        **sinks: Any,
+        **options: Any,
     ) -> TensorArithmetic:
         """Arithmetic for all heads of x [T, H, ...] and this many kv heads, on `device` (None: that of x).
 
-        `sinks`, `sink_gradients`: see `TensorArithmetic`.
+        `sinks`, `sink_gradients`, `expansion`: see `TensorArithmetic`.
         """
         wire = torch.float64 if x.dtype == torch.float64 else self.wire_gradient_dtype
         shape = AttentionShape(x.shape[1], num_kv_heads, qk_dim, v_dim, x.dtype, device or x.device, wire)
-        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease(), **sinks)
+        return TensorArithmetic(shape, self.kernel, lease=self.pool.lease(), **options)
 
     def forward_execution(
         self, q: Tensor, k: Tensor, v: Tensor, device: torch.device | None = None, sinks: Tensor | None = None
@@ -118,20 +148,20 @@ class AttentionRuntime:
             sinks: Learnable attention sinks [H] on that device, in the dtype of sums: one logit more per query head in
                 the softmax's denominator (see `merge.finish`). None: there are none.
         """
-        return self._execution(self.forward, (q, k, v), device, sinks=sinks)
+        return self.execution(self.forward, q, KvOperand.expanded(k, v), device, sinks=sinks)
 
-    def _execution(
+    def execution(
         self,
         plan: RankPlan,
-        operands: tuple[Tensor, Tensor, Tensor],
-        device: torch.device | None,
+        q: Tensor,
+        kv: KvOperand,
+        device: torch.device | None = None,
         out_lse: Fields | None = None,
         sinks: Tensor | None = None,
     ) -> Execution:
         """A forward plan, not yet run; `out_lse`: results of all rows, of which the plan computes the first ones."""
-        q, k, v = operands
-        arithmetic = self.arithmetic(q, k.shape[1], q.shape[2], v.shape[2], device, sinks=sinks)
-        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        arithmetic = self.arithmetic(q, kv.num_heads, q.shape[2], kv.v_dim, device, sinks=sinks, expansion=kv.expansion)
+        arguments: dict[str, Fields] = {"q": {"q": q}, "kv": kv.fields}
         if out_lse is not None:
             arguments["out_lse"] = out_lse
         if "partial" in plan.arguments and accumulate_dtype(q.dtype) == q.dtype:
@@ -158,7 +188,7 @@ class AttentionRuntime:
             return self.collect(execution, q, k, v)
         joins = "partial" in self.recompute.arguments  # its results are of the recomputed rows alone
         completed = None if joins else self._completed(results)
-        execution = self._execution(self.recompute, operands, device, completed, sinks)
+        execution = self.execution(self.recompute, q, KvOperand.expanded(k, v), device, completed, sinks)
         execution.run()
         out, saved = self.collect(execution, q, k, v)
         if joins:
@@ -184,13 +214,16 @@ class AttentionRuntime:
 
     def collect(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SavedAttention]:
         """(out [T, H, v_dim], what to save) after the forward pass ran."""
+        return self.collect_of(execution, q, {"k": k, "v": v})
+
+    def collect_of(self, execution: Execution, q: Tensor, kv: Fields) -> tuple[Tensor, SavedAttention]:
+        """As `collect`, of k and v or of their latents."""
         names = self.forward.arguments
         query = execution.argument("ring_q")["q"] if "ring_q" in names else q
-        kv: Fields = {"k": k, "v": v}
         for name in ("ring_kv", "final_kv"):
             kv = execution.argument(name) if name in names else kv
         results = execution.argument("out_lse")
-        saved = SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
+        saved = SavedAttention(query, kv, results["out"], results["lse"])
         return execution.argument("out")["out"] if "out" in names else saved.out, saved
 
     def backward_execution(
@@ -202,6 +235,7 @@ class AttentionRuntime:
         stats: Tensor | None = None,
         device: torch.device | None = None,
         sink_gradients: SinkGradients | None = None,
+        expansion: LatentExpansion | None = None,
     ) -> Execution:
         """The backward pass, not yet run; dout [T, H, v_dim] of the own rows.
 
@@ -209,10 +243,10 @@ class AttentionRuntime:
         stats            `backward_stats` [T, H, 2], if the caller has them; asked for if `takes_stats`
         device           computes; None: where dout lies
         sink_gradients   of learnable sinks; complete after the pass ran and `add_sink_gradients`
+        expansion        of latents, where these were saved and move; sums the gradients of its weight
         """
         names = self.backward.arguments
-        kv = {"k": saved.k, "v": saved.v}
-        arguments: dict[str, Fields] = {name: kv for name in ("kv", "final_kv", "ring_kv") if name in names}
+        arguments: dict[str, Fields] = {name: saved.kv for name in ("kv", "final_kv", "ring_kv") if name in names}
         ring_dout = dout
         if "dout" in names:
             arguments["dout"] = {"dout": dout}
@@ -227,9 +261,10 @@ class AttentionRuntime:
                 stats = self.empty((*saved.lse.shape, 2), saved.lse.dtype, device or dout.device)
             arguments["q_dout"] = {"q": saved.q, "dout": ring_dout, "stats": stats}
         qk_dim, v_dim = saved.q.shape[2], dout.shape[2]
-        arithmetic = self.arithmetic(
-            dout, num_kv_heads or saved.k.shape[1], qk_dim, v_dim, device, sink_gradients=sink_gradients
-        )
+        if num_kv_heads is None:
+            num_kv_heads = saved.kv["k"].shape[1] if expansion is None else expansion.num_heads
+        options = {"sink_gradients": sink_gradients, "expansion": expansion}
+        arithmetic = self.arithmetic(dout, num_kv_heads, qk_dim, v_dim, device, **options)
         return Execution(self.backward, arithmetic, self.transport, arguments)
 
     def add_sink_gradients(self, backward: Execution, saved: SavedAttention, gradients: SinkGradients) -> None:
@@ -259,14 +294,14 @@ class _Attention(torch.autograd.Function):
         device, num_kv_heads = q.device, k.shape[1]
         q, k, v = (runtime.stored(x) for x in (q, k, v))
         out, saved = runtime.attend_again((q, k, v), results, device, sinks)
-        ctx.save_for_backward(saved.q, saved.k, saved.v, saved.out, saved.lse, sinks)
+        ctx.save_for_backward(saved.q, saved.kv["k"], saved.kv["v"], saved.out, saved.lse, sinks)
         ctx.runtime, ctx.num_kv_heads = runtime, num_kv_heads
         return out.to(device, non_blocking=True)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
-        (*tensors, sinks), (dout,), runtime = ctx.saved_tensors, grad_outputs, ctx.runtime
-        saved = SavedAttention(*tensors)
+        (q, k, v, out, lse, sinks), (dout,), runtime = ctx.saved_tensors, grad_outputs, ctx.runtime
+        saved = SavedAttention(q, {"k": k, "v": v}, out, lse)
         device, stats = dout.device, None
         if runtime.on_host and runtime.takes_stats:
             # Formed on the device: the host must not read what is still being copied there.
@@ -325,9 +360,9 @@ def run_attention(
     `record_attention` returned for equal operands, which is not computed again.
     """
     batch = q.shape[0]
-    folded = [_fold(x) for x in (q, k, v)]
-    out: Tensor = _Attention.apply(*folded, _folded_sinks(sinks, q), runtime, results)  # type: ignore[no-untyped-call]
-    return _unfold(out, batch)
+    folded = [fold_sequences(x) for x in (q, k, v)]
+    out: Tensor = _Attention.apply(*folded, fold_sinks(sinks, q), runtime, results)  # type: ignore[no-untyped-call]
+    return unfold_sequences(out, batch)
 
 
 @torch.no_grad()
@@ -335,12 +370,12 @@ def record_attention(
     q: Tensor, k: Tensor, v: Tensor, runtime: AttentionRuntime, sinks: Tensor | None = None
 ) -> tuple[Tensor, SavedResults]:
     """`run_attention` without a graph; also the results that need not be computed again when it is repeated."""
-    operands = (runtime.stored(_fold(q)), runtime.stored(_fold(k)), runtime.stored(_fold(v)))
-    out, saved = runtime.attend_again(operands, None, q.device, _folded_sinks(sinks, q))
-    return _unfold(out.to(q.device, non_blocking=True), q.shape[0]), runtime.saved_results(saved)
+    operands = (runtime.stored(fold_sequences(q)), runtime.stored(fold_sequences(k)), runtime.stored(fold_sequences(v)))
+    out, saved = runtime.attend_again(operands, None, q.device, fold_sinks(sinks, q))
+    return unfold_sequences(out.to(q.device, non_blocking=True), q.shape[0]), runtime.saved_results(saved)
 
 
-def _folded_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+def fold_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """[H] -> [B * H] in the dtype of sums: head h of sequence b is number b * H + h."""
     return None if sinks is None else sinks.to(accumulate_dtype(q.dtype)).repeat(q.shape[0])
 
@@ -359,13 +394,13 @@ def _with_room(rows: int, last: Tensor) -> Tensor:
     return whole
 
 
-def _fold(x: Tensor) -> Tensor:
+def fold_sequences(x: Tensor) -> Tensor:
     """[B, T, heads, D] -> [T, B*heads, D]; a view when B is 1. Query head h of sequence b still meets its own kv
     head.
     """
     return x.transpose(0, 1).flatten(1, 2).contiguous()
 
 
-def _unfold(out: Tensor, batch: int) -> Tensor:
+def unfold_sequences(out: Tensor, batch: int) -> Tensor:
     """[T, B*H, D] -> [B, T, H, D], a view."""
     return out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)

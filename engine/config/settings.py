@@ -44,6 +44,7 @@ PresetName = Literal[
 Placement = Literal["head_first", "context_first", "interleaved"]
 KvTransport = Literal["p2p", "all_gather"]
 BackwardOrder = Literal["same", "reversed"]
+KvForm = Literal["auto", "latent", "expanded"]
 MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertical_slash", "blocks"]
 Circulates = Literal["kv", "q", "auto"]
 CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]

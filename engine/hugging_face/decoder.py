@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from engine.attention.hugging_face import ShardMask, layer_windows, model_problems, use_attention
+from engine.attention.hugging_face import ShardMask, use_attention
+from engine.attention.model_config import layer_windows, model_problems
 from engine.config.errors import ConfigError
 from engine.config.lora import LoraConfig
 from engine.config.settings import AttentionConfig, LossConfig, ModelConfig

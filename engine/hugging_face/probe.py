@@ -40,10 +40,10 @@ class _Probe(AttentionProbe):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
 
-    def record(self, call: AttentionCall, query: Tensor) -> Tensor:
+    def record(self, module: nn.Module, call: AttentionCall, operands: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Note the call and its dtype."""
-        self.dtypes.add(query.dtype)
-        return super().record(call, query)
+        self.dtypes.add(operands[0].dtype)
+        return super().record(module, call, operands)
 
 
 def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: ModelConfig) -> Iterator[str]:

@@ -41,6 +41,9 @@ class LayerSequence(ModelSequence):
         function = self.functions[layer]
         return function(q, k, v) if sinks is None else run_attention(q, k, v, runtime_of(function), sinks)
 
+    def latent_capture(self, layer: int) -> None:
+        """Return None: keys and values of a run travel expanded."""
+
     def recorded(self) -> RecordedSequence:
         """Return this sequence, whose attention computes no graph and records results."""
         return RecordedSequence(self)

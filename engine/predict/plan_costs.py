@@ -58,6 +58,23 @@ def tile_flops(
     return flops * heads * computed_pairs(tile.band, block_rows)
 
 
+def expansion_flops(tile: Tile, token_bytes: TokenBytes, direction: Direction) -> int:
+    """Return the FLOPs of expanding the latents that a tile reads; 0 where it reads k and v.
+
+    Backward expands them again, and its two other products are the gradients of the latents and of the weight.
+    """
+    products = 1 if direction == "forward" else 3
+    return products * expanded_rows_flops(token_bytes, tile.band.num_keys)
+
+
+def expanded_rows_flops(token_bytes: TokenBytes, rows: int) -> int:
+    """Return the FLOPs of one product that expands `rows` latents to the k and v of all heads."""
+    sizes = token_bytes
+    if sizes.latent is None:
+        return 0
+    return 2 * rows * sizes.latent.rank * sizes.num_kv_heads * (sizes.qk_dim - sizes.latent.rope_dim + sizes.v_dim)
+
+
 class ViewBytes:
     """Sizes of views of one rank's buffers, in bytes."""
 

@@ -30,7 +30,7 @@ from engine.planning.program.ops import (
 )
 from engine.planning.topology import Topology
 from engine.predict.machine import LinkKind, Machine
-from engine.predict.plan_costs import ViewBytes, tile_flops
+from engine.predict.plan_costs import ViewBytes, expansion_flops, tile_flops
 
 COMPUTE_LANE = "compute"
 _CHANNEL_ORDER = {channel: index for index, channel in enumerate(Channel)}
@@ -116,6 +116,7 @@ class _Replay:
         self.plan = plan
         self.machine = machine
         self.token_bytes = token_bytes
+        self.rank_of_latents = token_bytes.latent.rank if token_bytes.latent else 0
         self.bytes = {rank: ViewBytes(rank_plan.buffers, token_bytes) for rank, rank_plan in plan.ranks.items()}
         self.network = _Network(machine, topology)
         self.clock = dict.fromkeys(plan.ranks, 0.0)
@@ -180,6 +181,8 @@ class _Replay:
                 + machine.tile_overhead_s
             )
             seconds += self.bytes[rank].moved_by_tile(tile) / machine.elementwise_bytes_per_s
+            if expanded := expansion_flops(tile, self.token_bytes, direction):
+                seconds += expanded / machine.product_flops_per_s(min(band.num_keys, self.rank_of_latents))
             self._busy(rank, band.kind, seconds)
 
     def _wait(self, rank: int, step: Step) -> None:

@@ -165,7 +165,7 @@ def circulate(
     config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine
 ) -> tuple[AttentionMethod, Decision]:
     """Return the legal `method` of `config` with the fastest values of open settings, and why."""
-    choices = _choices(config.attention, method, topology)
+    choices = moving_choices(config.attention, method, topology)
     if len(choices) == 1:
         return method, Decision(_CIRCULATES, method.backward_circulates, Rule.CONFIGURED)
     # Only the border between recomputed and saved rows affects a plan.
@@ -189,6 +189,20 @@ def proxy_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple
     return replace(config, train=replace(config.train, seq_len=seq_len)), smaller
 
 
+def proxy_method(
+    config: RunConfig, method: AttentionMethod, topology: Topology
+) -> tuple[RunConfig, AttentionMethod, Topology]:
+    """Config, method and ranks of a group of at most PROXY_RANKS that stands for this one, or these themselves."""
+    small, group = proxy_group(config, topology, PROXY_RANKS)
+    if group == topology:
+        return config, method, topology
+    try:
+        attention = scaled_attention(config.attention, method, group)
+        return small, legal_attention(replace(small, attention=attention), group), group
+    except ConfigError:  # what only the whole group can be
+        return config, method, topology
+
+
 def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small: Topology) -> AttentionConfig:
     """Return the method's settings for the smaller proxy group."""
     heads = math.gcd(method.head_parallel_size, small.local_ranks)
@@ -198,15 +212,15 @@ def scaled_attention(attention: AttentionConfig, method: AttentionMethod, small:
 
 
 _CIRCULATES = "attention.backward_circulates"
-_Choice = tuple[Circulated, int]  # moving operand of backward, number of deferred local tiles
+MovingChoice = tuple[Circulated, int]  # moving operand of backward, number of deferred local tiles
 
 
-def _choice_name(choice: _Choice) -> str:
+def _choice_name(choice: MovingChoice) -> str:
     circulates, deferred = choice
     return f"{circulates}, {deferred} deferred" if deferred else circulates
 
 
-def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[_Choice]:
+def moving_choices(attention: AttentionConfig, method: AttentionMethod, topology: Topology) -> list[MovingChoice]:
     """Return the choices that the preset leaves open, simplest first. In one node the last hop is too short to hide."""
     free = leaves_direction_free(attention) and method.chunk_tokens is None
     ring_size = method.ring_inner_size * method.ring_outer_size
@@ -221,27 +235,20 @@ def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topo
 
 @functools.lru_cache(maxsize=64)
 def _fastest(
-    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]
-) -> tuple[_Choice, tuple[float, ...]]:
+    config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine, choices: tuple[MovingChoice, ...]
+) -> tuple[MovingChoice, tuple[float, ...]]:
     """Return the first choice that no other beats by more than the tolerance, and the seconds of every choice.
 
     Seconds are those of the backward passes of all layers. Documents are not known before the data are read, so one
     sequence is assumed.
     """
-    small, group = proxy_group(config, topology, PROXY_RANKS)
-    proxy = method
-    if group != topology:
-        try:
-            attention = scaled_attention(config.attention, method, group)
-            proxy = legal_attention(replace(small, attention=attention), group)
-        except ConfigError:  # only the whole group can run it
-            small, group = config, topology
+    small, proxy, group = proxy_method(config, method, topology)
     layers = attention_layers(small, proxy)
     blocks, token_bytes = divide_run(small, proxy, layers), token_bytes_of(small, proxy)
     counts = Counter(layers[index % len(layers)].mask for index in range(small.model.num_layers))
     seen = [(count, Visibility(mask, blocks.ring)) for mask, count in counts.items()]
 
-    def backward_s(choice: _Choice) -> float:
+    def backward_s(choice: MovingChoice) -> float:
         circulates, deferred = choice
         chosen, seconds = replace(proxy, backward_circulates=circulates, deferred_local_tiles=deferred), 0.0
         for count, visibility in seen:

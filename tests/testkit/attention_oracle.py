@@ -288,7 +288,7 @@ def _results(
     else:
         results = again.argument("out_lse")
     out = again.argument("out")["out"] if "out" in names else results["out"]
-    return out, SavedAttention(query, kv["k"], kv["v"], results["out"], results["lse"])
+    return out, SavedAttention(query, kv, results["out"], results["lse"])
 
 
 def gather(index: list[Tensor], parts: list[Tensor]) -> Tensor:

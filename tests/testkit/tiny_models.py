@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import ContextParallel
 from engine.attention.hugging_face import enable_context_parallel, model_heads, shift_labels
+from engine.config.settings import KvForm
 
 SEQ_LEN, VOCAB = 37, 97
 DOCUMENTS = (0, 11, 29)
@@ -188,11 +189,11 @@ def train_alone(
     return Trained(loss.item(), _gradients(model), {})
 
 
-def train_divided(family: str, preset: str, documents: tuple[int, ...]) -> Trained:
+def train_divided(family: str, preset: str, documents: tuple[int, ...], kv_form: KvForm = "auto") -> Trained:
     """The ranks of this process group; the loss is this rank's share by the model's own loss."""
     model, (tokens, labels) = build(family), make_batch()
     heads = model_heads(model)[0]
-    parallel = ContextParallel(**vars(heads), preset=preset, dtype=torch.float32)
+    parallel = ContextParallel(**vars(heads), kv_form=kv_form, preset=preset, dtype=torch.float32)
     sharder = enable_context_parallel(model, parallel)
     loss = model(**sharder.shard_inputs(tokens, labels, documents=documents)).loss
     loss.backward()

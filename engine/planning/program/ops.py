@@ -45,10 +45,28 @@ class Kind(StrEnum):
     DKV_CAST = "dkv_cast"  # complete gradients of k and v in the compute dtype
 
 
-class Field(NamedTuple):
-    """One tensor of a kind: [rows, ...] with query or kv heads.
+@dataclass(frozen=True)
+class LatentShape:
+    """What one token leaves of its keys and values in multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    shape          of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out) and numbers
+    A latent of `rank` numbers, of which a linear layer makes k (all but its last `rope_dim` channels) and v of every
+    head, and the key of `rope_dim` numbers with the position in it, which all heads share.
+    """
+
+    rank: int
+    rope_dim: int
+
+    @property
+    def dim(self) -> int:
+        """Numbers per token."""
+        return self.rank + self.rope_dim
+
+
+class Field(NamedTuple):
+    """One tensor of a kind: [rows, ...] with query or kv heads, or latents.
+
+    shape          of a row: "heads", "qk_dim" or "v_dim" (widths of a head of q and k, and of v and out), "latents"
+                   and "latent_dim" (their number, one per sequence, and width), and numbers
     dtype          that of the model, of sums (fp32) or of gradients on the wire
     is_allocated   whether it takes memory; else it is what forward saved
     """
@@ -63,15 +81,19 @@ class Field(NamedTuple):
         """Whether its heads are kv heads."""
         return self.name in ("k", "v", "dk", "dv")
 
-    def row(self, heads: tuple[int, int], qk_dim: int, v_dim: int) -> tuple[int, ...]:
-        """Shape of a row with this many query and kv heads."""
+    def row(
+        self, heads: tuple[int, int], qk_dim: int, v_dim: int, latents: tuple[int, int] = (0, 0)
+    ) -> tuple[int, ...]:
+        """Shape of a row with this many query and kv heads; `latents`: number and width."""
         sizes = {"heads": heads[self.of_keys], "qk_dim": qk_dim, "v_dim": v_dim}
+        sizes |= {"latents": latents[0], "latent_dim": latents[1]}
         return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
 
 
 _V_SHAPE = ("heads", "v_dim")
 _Q, _OUT, _DOUT, _LSE = Field("q"), Field("out", _V_SHAPE), Field("dout", _V_SHAPE), Field("lse", ("heads",), "sum")
 _DK, _DV = Field("dk"), Field("dv", _V_SHAPE)
+_DLATENT = Field("dlatent", ("latents", "latent_dim"))
 
 # Tensors of a buffer, and of a message, of each kind, in this order.
 FIELDS: dict[Kind, tuple[Field, ...]] = {
@@ -89,6 +111,15 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.DOUT: (_DOUT,),
     Kind.DQ_CAST: (Field("dq"),),
     Kind.DKV_CAST: (_DK, _DV),
+}
+
+# The same where the latents of keys and values take their place (`LatentShape`): plans do not differ.
+LATENT_FIELDS: dict[Kind, tuple[Field, ...]] = {
+    **FIELDS,
+    Kind.KV: (Field("latent", ("latents", "latent_dim")),),
+    Kind.DKV: (_DLATENT._replace(dtype="sum"),),
+    Kind.DKV_WIRE: (_DLATENT._replace(dtype="wire"),),
+    Kind.DKV_CAST: (_DLATENT,),
 }
 
 
@@ -262,7 +293,8 @@ class TokenBytes:
 
     Heads of q and k are `qk_dim` wide, those of v and out `v_dim`.
 
-    out and lse of a Q_DOUT_OUT are those that forward left, and take none.
+    out and lse of a Q_DOUT_OUT are those that forward left, and take none. With `latent` keys and values are
+    `num_latents` latents, one per sequence; heads are then not divided.
     """
 
     num_heads: int
@@ -272,15 +304,18 @@ class TokenBytes:
     element_bytes: int = 2
     gradient_bytes: int = 4  # fp32 accumulators; also on the wire unless a narrower dtype is set
     wire_gradient_bytes: int = 4
+    latent: LatentShape | None = None
+    num_latents: int = 1
 
     @functools.cache  # noqa: B019  # instances are few and small
     def of(self, kind: Kind, heads: HeadPart = ALL_HEADS) -> int:
         """Bytes of one token of `kind`, of some heads."""
         counts = heads.counts(self.num_heads, self.num_kv_heads)
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
-        return sum(
-            math.prod(f.row(counts, self.qk_dim, self.v_dim)) * size[f.dtype] for f in FIELDS[kind] if f.is_allocated
-        )
+        fields = FIELDS if self.latent is None else LATENT_FIELDS
+        latents = (0, 0) if self.latent is None else (self.num_latents, self.latent.dim)
+        rows = [(f.row(counts, self.qk_dim, self.v_dim, latents), f.dtype) for f in fields[kind] if f.is_allocated]
+        return sum(math.prod(row) * size[dtype] for row, dtype in rows)
 
 
 class LinkBytes(NamedTuple):

@@ -19,6 +19,7 @@ from engine.planning.program.ops import (
     Channel,
     HeadPart,
     Kind,
+    LatentShape,
     LocalOp,
     OpName,
     RankPlan,
@@ -32,7 +33,7 @@ from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.topology import Topology
 from engine.planning.visibility.mask import UNBOUNDED, Band, Mask
 from engine.predict.machine import Machine, find_machine
-from engine.predict.plan_costs import ViewBytes, computed_pairs, query_heads, tile_flops
+from engine.predict.plan_costs import ViewBytes, computed_pairs, expansion_flops, query_heads, tile_flops
 from engine.predict.replay import COMPUTE_LANE, replay
 
 LOW, HIGH = st.just(-UNBOUNDED) | st.integers(-15, 15), st.just(UNBOUNDED) | st.integers(-15, 15)
@@ -75,6 +76,14 @@ def test_flops_of_a_tile_depend_on_both_head_dims() -> None:
     shape = TokenBytes(num_heads=1, num_kv_heads=1, qk_dim=24, v_dim=16)
     assert tile_flops(tile, buffers, shape, "forward") == 64 * 2 * (24 + 16)
     assert tile_flops(tile, buffers, shape, "backward") == 64 * 2 * (3 * 24 + 2 * 16)
+
+
+def test_a_tile_of_latents_costs_the_products_that_expand_them() -> None:
+    """Per row of keys and head 2 FLOPs for each of 6 numbers and of 24 - 8 + 16 channels; in backward three times."""
+    tile = Tile(View(0, 0, 8), View(0, 0, 5), View(0, 0, 8), Band(0, 8, 0, 5))
+    shape = TokenBytes(num_heads=4, num_kv_heads=2, qk_dim=24, v_dim=16, latent=LatentShape(rank=6, rope_dim=8))
+    forward, backward = (expansion_flops(tile, shape, direction) for direction in ("forward", "backward"))
+    assert (forward, backward) == (5 * 2 * 2 * 6 * 32, 3 * 5 * 2 * 2 * 6 * 32)
 
 
 def test_a_tile_costs_only_the_heads_of_its_buffer() -> None:
