@@ -52,6 +52,13 @@ _LATENT: Mapping[str, Any] = {  # queries and keys are as wide as both parts tog
     "n_group": 1,
     "topk_group": 1,
 }
+_DELTA: Mapping[str, Any] = {  # more heads of v than of k
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -75,9 +82,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "ministral3": {},
     "gpt_oss": {**_EXPERTS, "sliding_window": 6},
     "granite_swa": {"attention_multiplier": 0.5, "sliding_window": 6},
+    "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
-WITH_AUXILIARY_LOSS = ("qwen3_moe", "mixtral", "granitemoe", "minimax_m2", "gpt_oss")
+WITH_AUXILIARY_LOSS = ("qwen3_moe", "qwen3_next", "mixtral", "granitemoe", "minimax_m2", "gpt_oss")
 
 
 def hf_config(family: str, **more: Any) -> dict[str, Any]:
