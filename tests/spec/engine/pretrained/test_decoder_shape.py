@@ -57,7 +57,7 @@ def preset(name: str) -> RunConfig:
     return compose([f"exp={name}", "data.tokenizer=bytes"]).config
 
 
-PRESETS = ("qwen3_30b_a3b_1m", "gpt_oss_20b_128k", "gemma3_12b_128k")
+PRESETS = ("qwen3_30b_a3b_1m", "gpt_oss_20b_128k", "gemma3_12b_128k", "qwen3_next_80b_256k")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -78,6 +78,7 @@ def test_settings_of_presets_are_those_of_their_config_json(name: str) -> None:
         ("gpt_oss_20b_128k", 20.9, 3.6),
         ("gemma3_12b_128k", 11.8, 11.8),
         ("qwen3_8b_1m", 8.2, 7.6),
+        ("qwen3_next_80b_256k", 79.7, 3.6),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, total: float, active: float) -> None:
