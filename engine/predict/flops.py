@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 from engine.config.settings import ModelConfig
 
-
 CHUNK_TOKENS = 64  # of the gated delta rule, in every library
 
 
@@ -89,7 +88,8 @@ def layer_shapes(model: ModelConfig) -> LayerShapes:
     hidden, heads, head_dim = model.hidden_size, model.num_heads, model.head_dim
     output = (heads * (model.v_head_dim or head_dim), hidden)
     if model.kv_lora_rank is None:
-        attention: Shapes = ((hidden, heads * head_dim * (1 + model.gated_attention)), (hidden, 2 * model.num_kv_heads * head_dim), output)
+        queries = heads * head_dim * (1 + model.gated_attention)
+        attention: Shapes = ((hidden, queries), (hidden, 2 * model.num_kv_heads * head_dim), output)
     else:
         attention = (*_latent_shapes(model), output)
     moe = model.num_moe_layers > 0

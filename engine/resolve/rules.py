@@ -30,7 +30,8 @@ _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 # Shapes that the decoder of this engine does not have.
 _HF_SHAPE = (
     *("v_head_dim", "kv_lora_rank", "q_lora_rank", "rope_head_dim", "gated_ffn", "num_moe_layers", "num_experts"),
-    *("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+    *("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "gated_attention"),
+    *("gated_shared_expert", "linear_layers"),
 )
 
 Rule = Callable[[RunConfig], Iterator[str | Problem]]

@@ -1,8 +1,9 @@
-"""A model of transformers goes through a run and back: trained, killed, resumed on other ranks, exported, generating."""
+"""A model of transformers through a run and back: trained, killed, resumed on other ranks, exported, generating."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ class Runs:
 
     def launch(self, name: str, ranks: int, *words: str) -> tuple[int, RunFolder]:
         """Return the exit code and the run."""
-        run = RunFolder(self._folder / f"runs/tiny/20260101-000000-{name}")
+        family = zlib.crc32(str(self._folder).encode()) & 0xFFFFF  # no other test may end these processes
+        run = RunFolder(self._folder / f"runs/tiny/20260101-000000-{family:05x}{name}")
         train = {"steps": STEPS, "seq_len": 64, "eval_samples": 2, "compute_dtype": "float32", "grad_accum_steps": 1}
         settings = [
             *(f"train.{key}={value}" for key, value in train.items()),
@@ -70,14 +72,12 @@ def test_killed_run_resumes_on_other_ranks_and_its_export_generates(
 
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
     runs = Runs(burst, model, tmp_path)
-    code, whole = runs.launch("aaaaaa", 2, "attention=burst")
+    code, whole = runs.launch("a", 2, "attention=burst")
     assert code == 0
-    code, killed = runs.launch(
-        "bbbbbb", 2, "attention=burst", f'cluster.environment=["BURST_FAULT=kill;1;{DIES_AT}"]'
-    )
+    code, killed = runs.launch("b", 2, "attention=burst", f'cluster.environment=["BURST_FAULT=kill;1;{DIES_AT}"]')
     assert code == 1, "its second rank was killed"
     source = f"train.checkpoint.resume_from={killed.path}"
-    code, resumed = runs.launch("cccccc", 4, "attention=ring", source)
+    code, resumed = runs.launch("c", 4, "attention=ring", source)
     assert code == 0
     after = losses(resumed)
     first = DIES_AT - DIES_AT % EVERY + 1

@@ -11,8 +11,9 @@ import pytest
 
 from burst_cli.compose import compose
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
+from engine.config.settings import AttentionConfig, MaskKind, ModelConfig, RunConfig
 from engine.data.rules import file_rules
+from engine.planning.topology import Topology
 from engine.predict.flops import count_parameters
 from engine.pretrained.decoder_shape import (
     contradictions,
@@ -23,6 +24,7 @@ from engine.pretrained.decoder_shape import (
     window_problems,
     with_num_layers,
 )
+from engine.resolve.legality import legal_attention
 
 SMALL: dict[str, Any] = {
     "model_type": "mine",
@@ -221,3 +223,35 @@ def test_a_folder_of_another_model_than_hf_config_is_refused(tmp_path: Path) -> 
 def test_a_folder_of_quantized_weights_is_refused(tmp_path: Path) -> None:
     (problem,) = weights_problems(tmp_path, quantization_config={"quant_method": "mxfp4"})
     assert "its weights are quantized (mxfp4)" in problem
+
+
+HYBRID = {
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def test_linear_layers_are_planned_without_attention() -> None:
+    found = read_decoder({**SMALL, **HYBRID}, "mine", is_complete=True)
+    assert found.mask_layers == ("no_attention", "no_attention", "causal")
+
+
+def test_linear_layers_of_a_family_that_is_not_understood_are_refused() -> None:
+    assert "layer_types has linear_attention" in problem(**{**HYBRID, "model_type": "minimax"})
+
+
+@pytest.mark.parametrize("layers", [("causal",), ("no_attention", "causal", "causal")])
+def test_masks_that_are_not_those_of_linear_layers_are_named(layers: tuple[MaskKind, ...]) -> None:
+    model = shape(**HYBRID)
+    assert model.hf_config is not None
+    found = window_problems(model.hf_config, AttentionConfig(mask_layers=layers), seq_len=64)
+    assert "set attention.mask_layers=[no_attention,no_attention,causal]" in "".join(found)
+
+
+def test_striped_layout_is_refused_for_linear_layers() -> None:
+    words = ["exp=qwen3_next_80b_256k", "data.tokenizer=bytes", "attention=striped"]
+    config = compose(words).config
+    with pytest.raises(ConfigError, match="linear layers need runs of consecutive positions"):
+        legal_attention(config, Topology(1, 4))
