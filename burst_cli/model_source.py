@@ -50,7 +50,7 @@ class ModelSource:
     def option(self) -> str:
         """The file of the group model that is this model, with windows of its layers."""
         values, header = self.settings, f"# {self.folder}\n"
-        if self.pretrained.window_tokens is not None:
+        if self.pretrained.mask_layers != ("causal",):
             masks = {"mask_layers": list(self.pretrained.mask_layers), "window_tokens": self.pretrained.window_tokens}
             values, header = {"model": values, "attention": masks}, f"# @package _global_\n{header}"
         return header + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -86,8 +86,8 @@ class ModelSource:
             found.append(note)
         if pretrained.mask_layers == ("window",):
             found.append(f"its window: attention.mask=window attention.window_tokens={pretrained.window_tokens}")
-        elif pretrained.window_tokens is not None:
-            found.append(f"its windows: {mask_settings(pretrained.mask_layers, pretrained.window_tokens)}")
+        elif pretrained.mask_layers != ("causal",):
+            found.append(f"masks of its layers: {mask_settings(pretrained.mask_layers, pretrained.window_tokens)}")
         if pretrained.model.implementation == "hf":
             length = f"{pretrained.seq_len:,} tokens"
             found.append(f"trained on {length}; for longer sequences change rope_parameters in a copy of config.json")

@@ -18,14 +18,19 @@ Trace = Mapping[PassName, Sequence[TraceStep]]
 
 
 def trace_rank(plan: Plan, rank: int) -> Trace:
-    """The passes of layer 0 on one rank. Raises ConfigError for a rank that is not there."""
+    """The passes of the first layer with attention on one rank. Raises ConfigError for a rank that is not there."""
     size = plan.group.size
     if rank >= size:
         raise ConfigError(f"--trace: got rank {rank}, but {size} ranks share a sequence: expected 0 to {size - 1}")
     layers = attention_layers(plan.config, plan.run.method)
     blocks = divide_run(plan.config, plan.run.method, layers)
-    first = layers[0]
+    first = layers[_traced_layer(plan)]
     return trace_method(first.method, first.mask, blocks, rank, recompute_before=first.recompute_before)
+
+
+def _traced_layer(plan: Plan) -> int:
+    """The first layer with attention."""
+    return next(i for i, layer in enumerate(attention_layers(plan.config, plan.run.method)) if layer.attends)
 
 
 def trace_to_dict(plan: Plan, rank: int, trace: Trace) -> dict[str, Any]:
@@ -35,7 +40,7 @@ def trace_to_dict(plan: Plan, rank: int, trace: Trace) -> dict[str, Any]:
         for name, steps in trace.items()
     }
     group = {"ranks": plan.group.size, "nodes": plan.group.nodes}
-    return {"preset": plan.run.method.preset, **group, "rank": rank, "layer": 0, "passes": passes}
+    return {"preset": plan.run.method.preset, **group, "rank": rank, "layer": _traced_layer(plan), "passes": passes}
 
 
 def trace_view(plan: Plan, rank: int, trace: Trace) -> Text:
@@ -43,7 +48,8 @@ def trace_view(plan: Plan, rank: int, trace: Trace) -> Text:
     method, group = plan.run.method, plan.group
     nodes = "one node" if group.nodes == 1 else f"{group.nodes} nodes"
     moves = "" if group.size == 1 else f", backward moves {method.backward_circulates}"
-    what = f"{method.preset} on {group.size} ranks of {nodes}, layout {method.layout}{moves}: rank {rank}, layer 0"
+    what = f"{method.preset} on {group.size} ranks of {nodes}, layout {method.layout}{moves}: rank {rank}, layer "
+    what += str(_traced_layer(plan))
     legend = "kv0[0:4]: k and v of rows 0 to 3 of the block that ring rank 0 owns"
     if method.head_parallel_size > 1:
         legend += f"; kv@{rank}[0:4]: of the rows that rank {rank} holds between the layers"

@@ -158,6 +158,17 @@ def open_transport(
     return StreamTransport(streams, staged, Meter(topology, rank), streams)
 
 
+class LinearLayer:
+    """Stands for the AttentionFn of a layer without attention; `linear`: what its linear attention needs."""
+
+    def __init__(self, linear: LinearSequence) -> None:
+        self.linear = linear
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Raise ValueError."""
+        raise ValueError("attention.mask_layers says no_attention for this layer, but it has attention")
+
+
 class SequenceContext:
     """Sequences of one length on one rank: which rows it holds, and the plans of attention over all of them.
 
@@ -260,7 +271,10 @@ class SequenceContext:
     def functions(self, num_layers: int) -> list[AttentionFn]:
         """Attention of every layer of a model, for its forward passes one after the other."""
         forward_pass = ForwardPass()
-        turn = [PlannedAttention(runtime, forward_pass) for runtime in self.runtimes]
+        turn: list[AttentionFn] = [
+            PlannedAttention(runtime, forward_pass) if layer.attends else LinearLayer(self.linear)
+            for runtime, layer in zip(self.runtimes, self.layers, strict=True)
+        ]
         return [turn[index % len(turn)] for index in range(num_layers)]
 
     def with_runtimes(self, change: Callable[[AttentionRuntime], AttentionRuntime]) -> SequenceContext:

@@ -17,6 +17,7 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
+from engine.config.linear_layers import LinearLayersConfig
 from engine.config.lora import LoraConfig
 from engine.config.schema import JsonObject, read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
@@ -45,7 +46,7 @@ Placement = Literal["head_first", "context_first", "interleaved"]
 KvTransport = Literal["p2p", "all_gather"]
 BackwardOrder = Literal["same", "reversed"]
 KvForm = Literal["auto", "latent", "expanded"]
-MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertical_slash", "blocks"]
+MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertical_slash", "blocks", "no_attention"]
 Circulates = Literal["kv", "q", "auto"]
 CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]
 Store = Literal["device", "host"]
@@ -91,12 +92,15 @@ class ModelConfig:
     kv_lora_rank: int | None = setting(None, "hf: width of the compressed keys and values (MLA)", at_least=1)
     q_lora_rank: int | None = setting(None, "hf: width of the compressed queries (MLA); null: whole", at_least=1)
     rope_head_dim: int | None = setting(None, "hf: part of head_dim that RoPE turns (MLA)", at_least=1)
+    gated_attention: bool = setting(False, "hf: attention's results have a gate, which q_proj computes beside q")
+    linear_layers: LinearLayersConfig = LinearLayersConfig()
     gated_ffn: bool = setting(True, "hf: the feed-forward has a gate, so three matrices; false: two")
     num_moe_layers: int = setting(0, "hf: layers whose feed-forward is a mixture of experts", "layers", at_least=0)
     num_experts: int = setting(0, "hf: experts of such a layer", "experts", at_least=0)
     experts_per_token: int = setting(0, "hf: experts that compute a token", "experts", at_least=0)
     expert_ffn_hidden_size: int = setting(0, "hf: inner width of one expert", at_least=0)
     shared_expert_ffn_hidden_size: int = setting(0, "hf: inner width of experts that compute every token", at_least=0)
+    gated_shared_expert: bool = setting(False, "hf: the results of these experts have a gate, a number per token")
     rope_theta: float = setting(10000.0, "base of the RoPE frequencies", above=0)
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     norm_eps: float = setting(1e-5, "added to the mean of squares in RMSNorm", above=0)
@@ -142,7 +146,9 @@ class AttentionConfig:
     )
     mask: MaskKind = setting("causal", "which positions a token attends to")
     mask_layers: tuple[MaskKind, ...] = setting(
-        (), "masks per layer, repeated as a pattern; empty: attention.mask for all"
+        (),
+        "masks per layer, repeated as a pattern; empty: attention.mask for all; no_attention: the layer is linear "
+        "(model.linear_layers)",
     )
     documents: bool = setting(False, "no attention across the packed documents of the data (train.micro_batch_size=1)")
     window_tokens: int | None = setting(

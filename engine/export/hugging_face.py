@@ -149,7 +149,8 @@ def _mask_warnings(config: RunConfig) -> tuple[str, ...]:
     """Return a warning where the masks of a run are not those of the config.json that it trained."""
     assert config.model.hf_config is not None
     kinds = {*config.attention.mask_layers} or {config.attention.mask}
-    others = kinds - {"causal"} - ({"window"} if config.model.hf_config.get("sliding_window") else set())
+    windows = {"window"} if config.model.hf_config.get("sliding_window") else set()
+    others = kinds - {"causal", "no_attention"} - windows
     return (_no_name(others),) if others else ()
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from engine.attention.hugging_face import ShardMask, use_attention
+from engine.attention.hugging_face import IMPLEMENTATION, ShardMask, use_attention
+from engine.attention.linear.hugging_face import LinearLayers, find_linear_layers
 from engine.attention.model_config import layer_windows, model_problems
 from engine.config.errors import ConfigError
 from engine.config.lora import LoraConfig
@@ -58,6 +59,7 @@ class HuggingFaceDecoder(Decoder):
         model = build_transformers_model(config)
         parts = _checked(model, config)
         self.windows, self._scale, self.routers = parts.windows, parts.scale, parts.routers
+        self.linear_layers = parts.linear_layers
         self._initial = initial_values(model)
         with torch.device("meta"):
             head = LMHead(config.hidden_size, config.vocab_size, loss or LossConfig())
@@ -188,11 +190,18 @@ def find_layers(base: Any, count: int) -> nn.ModuleList:
     return found[0]
 
 
-def window_problems(windows: Sequence[int | None], attention: AttentionConfig, seq_len: int) -> Iterator[str]:
-    """Yield where the masks of a run differ from the sliding windows of the model's layers."""
+def mask_problems(decoder: HuggingFaceDecoder, attention: AttentionConfig, seq_len: int) -> Iterator[str]:
+    """Yield where the masks of a run differ from the sliding windows and linear layers of the model."""
     kinds = attention.mask_layers or (attention.mask,)
-    for layer, window in enumerate(windows):
+    for layer, window in enumerate(decoder.windows):
         kind = kinds[layer % len(kinds)]
+        if (kind == "no_attention") != (layer in decoder.linear_layers):
+            has = "no attention" if layer in decoder.linear_layers else "attention"
+            yield (
+                f"attention.mask_layers: layer {layer} has {kind}, but by model.hf_config {has}; set "
+                "attention.mask_layers to no_attention for all linear layers, and only these"
+            )
+            return
         given = attention.window_tokens if kind == "window" else None
         if window is None or (kind == "window" and given == window) or (kind == "causal" and window >= seq_len):
             continue
@@ -213,6 +222,7 @@ class _Parts(NamedTuple):
         windows: Sliding window of every layer in tokens; None: none.
         scale: Factor of the hidden states before the LM head.
         routers: Of its mixtures of experts; None: it has none.
+        linear_layers: Indexes of layers that have linear attention or a convolution in the place of attention.
     """
 
     base_name: str
@@ -221,6 +231,7 @@ class _Parts(NamedTuple):
     windows: tuple[int | None, ...]
     scale: float
     routers: Routers | None
+    linear_layers: frozenset[int]
 
 
 def _checked(model: Any, config: ModelConfig) -> _Parts:
@@ -231,7 +242,8 @@ def _checked(model: Any, config: ModelConfig) -> _Parts:
     """
     kind = type(model).__name__
     try:
-        if problems := list(_problems(model, config)):
+        linear = find_linear_layers(model)
+        if problems := list(_problems(model, config, linear)):
             raise ConfigError(problems)
         base_name, head_name = model.base_model_prefix, _head_name(model)
         base, windows = getattr(model, base_name), layer_windows(model.config)
@@ -243,11 +255,15 @@ def _checked(model: Any, config: ModelConfig) -> _Parts:
             windows,
             logits_scale(model, base_name, head_name),
             find_routers(model, layers),
+            frozenset() if linear is None else frozenset(linear.layers),
         )
         use_attention(model)
+        if linear is not None:
+            linear.replace_functions(ShardMask)
+            linear.add_checks(IMPLEMENTATION)
         model.train()
         model.config.output_router_logits = False  # the trainer adds the loss of `parts.routers`
-        if problems := list(probe_problems(base, windows, config)):
+        if problems := list(probe_problems(base, windows, config, parts.linear_layers)):
             raise ConfigError(problems)
     except ConfigError as error:
         raise ConfigError([f"{kind}: {problem}" for problem in error.problems]) from error
@@ -261,9 +277,11 @@ def _head_name(model: Any) -> str:
     return next((name for name, module in model.named_children() if module is head), "")
 
 
-def _problems(model: Any, config: ModelConfig) -> Iterator[str]:
+def _problems(model: Any, config: ModelConfig, linear: LinearLayers | None) -> Iterator[str]:
     """One sentence per property of the model that would be computed wrongly."""
-    for problem in model_problems(model):
+    if linear is not None:
+        yield from linear.problems("zigzag")  # layouts are checked by engine.resolve.legality
+    for problem in model_problems(model, linear):
         if not problem.startswith("config.output_router_logits"):  # its loss is the trainer's own
             yield problem
     children, base_name, head_name = dict(model.named_children()), model.base_model_prefix, _head_name(model)

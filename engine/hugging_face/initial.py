@@ -7,7 +7,7 @@ weights are sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,13 @@ def written_values(model: nn.Module, initialise: Callable[[], Any]) -> dict[str,
     with _Writes() as writes:
         initialise()
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        name: _initial(tensor, writes.by_storage.get(tensor.untyped_storage()._cdata, ())) for name, tensor in named
-    }
+    return {name: _initial(tensor, writes.by_storage) for name, tensor in named}
 
 
-def _initial(tensor: Tensor, writes: Sequence[Write]) -> Initial | str:
-    """Return the distribution that a sequence of writes leaves in a tensor."""
+def _initial(tensor: Tensor, by_storage: Mapping[int, Sequence[Write]]) -> Initial | str:
+    """Return the distribution that the writes leave in a tensor."""
     found: Initial | str = UNINITIALISED
-    for func, target, arguments in writes:
+    for func, target, arguments in by_storage.get(tensor.untyped_storage()._cdata, ()):
         name = func._schema.name.removeprefix("aten::")
         if target.numel() != tensor.numel():
             # The row of the padding token.
@@ -76,14 +74,26 @@ def _initial(tensor: Tensor, writes: Sequence[Write]) -> Initial | str:
             found = Initial(mean, std)
         elif name == "uniform_":
             low, high = (*map(float, arguments), *(0.0, 1.0)[len(arguments) :])
-            found = Initial((low + high) / 2, (high - low) / math.sqrt(12), is_uniform=True)
+            found = Initial((low + high) / 2, (high - low) / math.sqrt(12), kind="uniform")
         elif name == "zero_":
             found = Initial(0.0, 0.0)
+        elif name == "copy_" and (drawn := _log_of_uniform(arguments[0], by_storage)) is not None:
+            found = drawn
         elif name == "fill_" and not isinstance(arguments[0], Tensor):
             found = Initial(float(arguments[0]), 0.0)
         else:
             found = f"transformers initialises it by {name}"
     return found
+
+
+def _log_of_uniform(source: Tensor, by_storage: Mapping[int, Sequence[Write]]) -> Initial | None:
+    """Return the distribution of a tensor that was drawn uniformly and whose logarithm was taken in place."""
+    writes = by_storage.get(source.untyped_storage()._cdata, ())
+    names = [func._schema.name.removeprefix("aten::") for func, _, _ in writes]
+    if names != ["uniform_", "log_"]:
+        return None
+    low, high = map(float, writes[0][2])
+    return Initial((low + high) / 2, (high - low) / math.sqrt(12), kind="log_uniform")
 
 
 def fill_buffers(model: Any, device: torch.device) -> None:

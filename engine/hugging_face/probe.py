@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,16 @@ class _Probe(AttentionProbe):
         return super().record(module, call, operands)
 
 
-def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: ModelConfig) -> Iterator[str]:
+def probe_problems(
+    base: nn.Module, windows: tuple[int | None, ...], config: ModelConfig, linear_layers: Collection[int] = ()
+) -> Iterator[str]:
     """Yield what a training step would meet: a refused argument of attention, random numbers, layers without attention.
 
     Args:
         base: A decoder of transformers on the meta device, in training mode, whose attention is ours.
         windows: Sliding window of every layer.
         config: Shape of the heads.
+        linear_layers: Indexes of layers without attention.
     """
     tokens = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
     positions = torch.arange(_ROWS, device="meta")[None]
@@ -69,7 +72,7 @@ def probe_problems(base: nn.Module, windows: tuple[int | None, ...], config: Mod
     except Exception as error:
         yield f"its code cannot be run as a part of a training step: {error}"
         return
-    yield from call_problems(probe.calls, windows)
+    yield from call_problems(probe.calls, windows, linear_layers)
     yield from _head_problems(probe.calls, config)
     if probe.dtypes - {torch.bfloat16}:
         found = ", ".join(sorted(map(str, probe.dtypes)))

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.attention.context import LinearLayer
 from engine.attention.hugging_face import ModelSequence
+from engine.attention.linear.sequence import LinearSequence
 from engine.attention.runtime import AttentionRuntime, SavedResults, record_attention, run_attention
 from engine.hugging_face.experts import RouterStatistics
 from engine.model.decoder import AttentionFn
@@ -35,6 +37,14 @@ class LayerSequence(ModelSequence):
         routing: RouterStatistics | None = None,
     ) -> None:
         self.functions, self.windows, self.position_ids, self.routing = functions, windows, position_ids, routing
+
+    @property
+    def linear(self) -> LinearSequence:
+        """The sequences for linear layers. Raises ValueError if no layer of the run is one."""
+        found = next((function.linear for function in self.functions if isinstance(function, LinearLayer)), None)
+        if found is None:
+            raise ValueError("attention.mask_layers says no_attention for no layer, but the model has linear layers")
+        return found
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return out [B, T, H, v_dim] of layer number `layer`; see `ModelSequence.attend`."""

@@ -22,6 +22,7 @@ from engine.model.init import local_block
 from engine.pretrained.names import weight_files
 
 _SHOWN = 4
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # of others the values alone are not the weights
 
 
 @torch.no_grad()
@@ -113,7 +114,16 @@ def _converted(
     )
     for source in names:
         converter.add_tensor(name, source, patterns[source], lambda source=source: reader.whole(source))
-    found = converter.convert(name, model=model, config=model.config)
+    try:
+        found = converter.convert(name, model=model, config=model.config)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever transformers' operations raise for tensors that do not fit together
+        shown = ", ".join(names[:_SHOWN])
+        raise ConfigError(
+            f"{name} cannot be made of {len(names)} weights of the folder ({shown}, ...): {error}; one of them is "
+            "missing, left over or of another shape"
+        ) from error
     value = found[name]
     tensor: Tensor = value[0] if isinstance(value, list) else value
     return tensor
@@ -128,16 +138,25 @@ class _Reader:
     def whole(self, name: str) -> Tensor:
         """Return a tensor."""
         with self._open(name) as file:
+            self._check_dtype(name, file)
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     def read(self, name: str, target: Tensor) -> None:
         """Copy this rank's slice of a tensor into `target`."""
         with self._open(name) as file:
+            self._check_dtype(name, file)
             part = file.get_slice(name)
             _check_shape(name, torch.Size(part.get_shape()), target, self._files[name])
             local, starts = local_block(target)
             local.copy_(part[_box(starts, local)] if target.dim() else file.get_tensor(name))
+
+    def _check_dtype(self, name: str, file: Any) -> None:
+        if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
+            raise ConfigError(
+                f"{self._files[name]}: {name} has dtype {dtype}, expected one of {', '.join(sorted(_DTYPES))}; weights "
+                "that are quantized must be saved in 16 bits first"
+            )
 
     def _open(self, name: str) -> Any:
         path = self._files[name]

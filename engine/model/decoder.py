@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,18 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Initial(NamedTuple):
-    """Distribution of a tensor's initial values: normal with this mean and `std`, or all `mean` where std is 0.
+    """Distribution of a tensor's initial values: with this mean and `std`, or all `mean` where std is 0.
 
     Attributes:
         mean, std: Mean and standard deviation.
         zero_rows: Rows that are 0, such as the embedding of a padding token.
-        is_uniform: Uniform instead of normal, with this mean and standard deviation.
+        kind: log_uniform: the logarithm of values that are uniform with this mean and standard deviation.
     """
 
     mean: float
     std: float
     zero_rows: tuple[int, ...] = ()
-    is_uniform: bool = False
+    kind: Literal["normal", "uniform", "log_uniform"] = "normal"
 
 
 class Routing(Protocol):

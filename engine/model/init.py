@@ -66,11 +66,13 @@ def _draw_block(local: Tensor, initial: Initial, stream: str, *, starts: Sequenc
         # Draw the whole block even if a part is needed: values may depend on how many are drawn together.
         values = torch.empty(min(block_rows, shape[0] - first), *shape[1:], dtype=torch.float32)
         generator = _generator(stream, block)
-        if initial.is_uniform:
+        if initial.kind == "normal":
+            values.normal_(initial.mean, initial.std, generator=generator)
+        else:
             bound = math.sqrt(3) * initial.std
             values.uniform_(initial.mean - bound, initial.mean + bound, generator=generator)
-        else:
-            values.normal_(initial.mean, initial.std, generator=generator)
+        if initial.kind == "log_uniform":
+            values.log_()
         start, stop = max(offset, first), min(end, first + values.shape[0])
         local[start - offset : stop - offset].copy_(values[(slice(start - first, stop - first), *columns)])
 

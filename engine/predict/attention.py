@@ -165,7 +165,7 @@ class AttentionTime:
 class AttentionPreview:
     """Attention in all layers of a model, on the ranks that share a sequence.
 
-    layers   one entry per distinct layer, that of layer 0 first
+    layers   one entry per distinct layer that has attention, in their order in the model
     """
 
     method: AttentionMethod
@@ -175,7 +175,7 @@ class AttentionPreview:
 
     @property
     def passes(self) -> tuple[PassPreview, ...]:
-        """The passes of layer 0."""
+        """The passes of the first layer with attention."""
         return self.layers[0].passes
 
     @property
@@ -204,7 +204,7 @@ class AttentionPreview:
         return {**asdict(self.method), "layers": [layer.to_dict() for layer in self.layers]}
 
     def time_to_dict(self) -> dict[str, Any]:
-        """Return predicted seconds of layer 0 per pass, and of all layers."""
+        """Return predicted seconds of the first layer with attention per pass, and of all layers."""
         return {
             "machine": self.machine.name,
             "per_layer": {one.direction: _time_to_dict(one.timeline) for one in self.passes},
@@ -229,8 +229,9 @@ def preview_attention(
     """
     layer_pattern = attention_layers(config, method)
     blocks = divide_run(config, method, layer_pattern)
-    counts = Counter(layer_pattern[index % len(layer_pattern)] for index in range(config.model.num_layers))
-    ranks = planned_ranks(topology, blocks, layer_pattern[0].mask) if ranks is None else ranks
+    in_order = [layer_pattern[index % len(layer_pattern)] for index in range(config.model.num_layers)]
+    counts = Counter(layer for layer in in_order if layer.attends)
+    ranks = planned_ranks(topology, blocks, next(iter(counts)).mask) if ranks is None else ranks
     group = _Group(token_bytes_of(config, method), topology, machine, ranks)
     layers = [
         LayerPreview(attention, layer_pattern.index(attention), count, tuple(_preview_layer(attention, blocks, group)))

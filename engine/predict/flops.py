@@ -5,6 +5,7 @@ experts those that it is routed to) and P visible (query, key) pairs of the mask
 
     forward    2 * N_mat * N           a multiplication and an addition per parameter and token
              + 2 * L * H * (D + Dv) * P    Q K^T and P V, per pair and query head (P: of the mean layer)
+             + linear layers               products of the chunk rule (`delta_rule_flops`); no pairs
     backward   twice the forward       gradients of both operands of every matmul; of frozen weights (LoRA) of one
 
 Conventions differ by more than 2x between publications, so each figure names its convention:
@@ -23,6 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from engine.config.settings import ModelConfig
+
+CHUNK_TOKENS = 64  # of the gated delta rule, in every library
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,15 @@ class LayerShapes:
     """Shapes of the matrices of layers.
 
     Attributes:
-        attention: Of attention, in every layer.
+        attention: Of attention, in a layer that has it.
+        linear: Of a linear layer, in the place of these; without its convolution.
         dense: Of the feed-forward of a layer without experts.
         shared: In a layer with experts, what every token is multiplied with: the router and the shared experts.
         expert: Of one expert.
     """
 
     attention: Shapes
+    linear: Shapes
     dense: Shapes
     shared: Shapes
     expert: Shapes
@@ -83,16 +88,57 @@ def layer_shapes(model: ModelConfig) -> LayerShapes:
     hidden, heads, head_dim = model.hidden_size, model.num_heads, model.head_dim
     output = (heads * (model.v_head_dim or head_dim), hidden)
     if model.kv_lora_rank is None:
-        attention: Shapes = ((hidden, heads * head_dim), (hidden, 2 * model.num_kv_heads * head_dim), output)
+        queries = heads * head_dim * (1 + model.gated_attention)
+        attention: Shapes = ((hidden, queries), (hidden, 2 * model.num_kv_heads * head_dim), output)
     else:
         attention = (*_latent_shapes(model), output)
     moe = model.num_moe_layers > 0
     return LayerShapes(
         attention=attention,
+        linear=_linear_shapes(model),
         dense=_ffn_shapes(model, model.ffn_hidden_size),
-        shared=((hidden, model.num_experts), *_ffn_shapes(model, model.shared_expert_ffn_hidden_size)) if moe else (),
+        shared=_shared_shapes(model) if moe else (),
         expert=_ffn_shapes(model, model.expert_ffn_hidden_size) if moe else (),
     )
+
+
+def _shared_shapes(model: ModelConfig) -> Shapes:
+    gate = ((model.hidden_size, 1),) if model.gated_shared_expert else ()
+    experts = _ffn_shapes(model, model.shared_expert_ffn_hidden_size)
+    return ((model.hidden_size, model.num_experts), *experts, *gate)
+
+
+def _linear_shapes(model: ModelConfig) -> Shapes:
+    """Return the projections of a linear layer: Gated DeltaNet (arXiv:2412.06464), or the short convolution of LFM2."""
+    linear, hidden = model.linear_layers, model.hidden_size
+    if not linear.num_layers:
+        return ()
+    if not linear.num_value_heads:
+        return (hidden, 3 * hidden), (hidden, hidden)
+    values = linear.num_value_heads * linear.value_head_dim
+    keys = linear.num_key_heads * linear.key_head_dim
+    return (hidden, 2 * keys + 2 * values), (hidden, 2 * linear.num_value_heads), (values, hidden)
+
+
+def conv_channels(model: ModelConfig) -> int:
+    """Return the channels of the short convolution of a linear layer: q, k and v, or the hidden states."""
+    linear = model.linear_layers
+    if not linear.num_value_heads:
+        return model.hidden_size if linear.num_layers else 0
+    return 2 * linear.num_key_heads * linear.key_head_dim + linear.num_value_heads * linear.value_head_dim
+
+
+def delta_rule_flops(model: ModelConfig) -> int:
+    """Return the FLOPs per token of the products of the gated delta rule in one linear layer.
+
+    In chunks of C rows, per head of the state [dk, dv]: three products with the state, of which two read it (W S and
+    Q S) and one adds to it (K' U); between the rows of a chunk, of which each sees half, K K' and Q K' over dk, the
+    solution of the triangular system for dk + dv columns, and the product of Q K' with dv columns.
+    """
+    linear = model.linear_layers
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    within = CHUNK_TOKENS * (3 * keys + 2 * values)
+    return linear.num_value_heads * (6 * keys * values + within)
 
 
 def _latent_shapes(model: ModelConfig) -> Shapes:
@@ -116,18 +162,21 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     Exact for `engine.model.llama.LlamaModel(model)`. With `implementation=hf` matrices are exact for families of a
     common pattern, and norms and biases beyond those of the settings are left out.
     """
-    shapes, moe_layers = layer_shapes(model), model.num_moe_layers
-    common = model.num_layers * _numbers(shapes.attention) + (model.num_layers - moe_layers) * _numbers(shapes.dense)
+    shapes, moe_layers, linear = layer_shapes(model), model.num_moe_layers, model.linear_layers
+    common = (model.num_layers - linear.num_layers) * _numbers(shapes.attention)
+    common += linear.num_layers * (_numbers(shapes.linear) + linear.conv_kernel * conv_channels(model))
+    common += (model.num_layers - moe_layers) * _numbers(shapes.dense)
     common += moe_layers * _numbers(shapes.shared)
     experts = moe_layers * _numbers(shapes.expert)
     vocabulary = model.vocab_size * model.hidden_size
-    gains = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
-    biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
+    attending = (model.num_layers - linear.num_layers) / model.num_layers
+    gains = 2 * model.hidden_size + attending * 2 * model.head_dim * model.qk_norm
+    biases = attending * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
     return ParameterCount(
         embedding=0 if model.tie_embeddings else vocabulary,
         layer_matmuls=common + experts * model.num_experts,
         active_layer_matmuls=common + experts * model.experts_per_token,
-        vectors=model.num_layers * (gains + biases) + model.hidden_size,
+        vectors=round(model.num_layers * (gains + biases)) + model.hidden_size,
         head=vocabulary,
     )
 
@@ -152,7 +201,8 @@ def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:
 
 def forward_flops(model: ModelConfig, *, tokens: int, pairs: int) -> int:
     """Return the FLOPs of a forward pass over `tokens` tokens with `pairs` visible pairs per head over all layers."""
-    return 2 * count_parameters(model).matmul * tokens + attention_flops(model, pairs)
+    linear = model.linear_layers.num_layers * delta_rule_flops(model)
+    return (2 * count_parameters(model).matmul + linear) * tokens + attention_flops(model, pairs)
 
 
 def step_flops(
@@ -163,6 +213,7 @@ def step_flops(
     sequences: int = 1,
     recomputed_matrices: int = 0,
     recomputed_pairs: int = 0,
+    recomputed_linear_layers: int = 0,
 ) -> Flops:
     """Return the FLOPs of one optimizer step over all ranks and micro-steps.
 
@@ -174,11 +225,13 @@ def step_flops(
         recomputed_matrices: Parameters whose matmuls are recomputed in backward, summed over layers
             (`engine.predict.policy_cost`). The head is never recomputed.
         recomputed_pairs: Pairs recomputed in backward, summed over layers and sequences.
+        recomputed_linear_layers: Linear layers that run again in backward.
     """
     tokens = seq_len * sequences
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
-    every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
-    recomputed = 2 * recomputed_matrices * tokens + attention_flops(model, recomputed_pairs)
+    every_pair = (model.num_layers - model.linear_layers.num_layers) * sequences * attention_pairs("full", seq_len)
+    recomputed = (2 * recomputed_matrices + recomputed_linear_layers * delta_rule_flops(model)) * tokens
+    recomputed += attention_flops(model, recomputed_pairs)
     frozen = 2 * count_parameters(model).matmul * tokens if model.lora.rank else 0  # gradients that nothing needs
     return Flops(
         model=3 * forward - frozen,

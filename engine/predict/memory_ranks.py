@@ -24,7 +24,7 @@ FRAGMENTATION = 0.03
 
 def worst_ranks(config: RunConfig, method: AttentionMethod) -> list[int]:
     """Return global ranks of which one needs most memory: mostly one, at most three."""
-    layers = tuple(dict.fromkeys(attention_layers(config, method)))
+    layers = tuple(dict.fromkeys(layer for layer in attention_layers(config, method) if layer.attends))
     blocks = divide_run(config, method, layers)
     saved = [_saved_rows(layer, blocks) for layer in layers]
     if method.cp_size <= MOST_RANKS_COMPARED:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.config.settings import ModelConfig
 from engine.planning.program.ops import Buffer, Direction, HeadPart, LocalOp, Tile, TokenBytes, Transfer, View
 from engine.planning.visibility.mask import Band
-from engine.predict.flops import ffn_rows
+from engine.predict.flops import conv_channels, ffn_rows
 
 
 def pair_flops(direction: Direction, qk_dim: int, v_dim: int) -> int:
@@ -29,12 +29,15 @@ def layer_numbers(model: ModelConfig) -> float:
     With the engine's fused kernels: two norms (4 d), two residual sums (6 d), RoPE (2 of q and k), SwiGLU (3 f). Layers
     of transformers run every operation by itself: a norm in fp32 takes 18 d in 16-bit elements, RoPE 10 of q and k,
     SwiGLU 5 f. Experts gather the rows of their tokens and add theirs to the result: 5 d for each that a token has.
+    Linear layers have convolution, activation and norms of q, k and v in the place of RoPE: 12 per channel.
     """
     rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
     if model.implementation == "burst":
         return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
     moved = 5 * model.experts_per_token * model.hidden_size * model.num_moe_layers / model.num_layers
-    return 42 * model.hidden_size + 10 * rotated + 5 / 3 * ffn_rows(model) + moved
+    linear = model.linear_layers.num_layers / model.num_layers
+    mixed = (1 - linear) * 10 * rotated + linear * 12 * conv_channels(model)
+    return 42 * model.hidden_size + mixed + 5 / 3 * ffn_rows(model) + moved
 
 
 def query_heads(tile: Tile, buffers: Sequence[Buffer], token_bytes: TokenBytes) -> int:

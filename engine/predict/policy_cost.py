@@ -23,7 +23,7 @@ from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.topology import padded_length
-from engine.predict.flops import Flops, attention_flops, count_parameters, ffn_rows, step_flops
+from engine.predict.flops import Flops, attention_flops, conv_channels, count_parameters, ffn_rows, step_flops
 from engine.predict.trained import trained_parameters
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
@@ -88,7 +88,13 @@ def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
 
 
 def saved_bytes(
-    policy: LayerPolicy, config: RunConfig, method: AttentionMethod, saved_rows: float = 0.0, *, tiled: bool = False
+    policy: LayerPolicy,
+    config: RunConfig,
+    method: AttentionMethod,
+    saved_rows: float = 0.0,
+    *,
+    tiled: bool = False,
+    attends: bool = True,
 ) -> int:
     """Return the bytes that one layer saves on one rank.
 
@@ -98,6 +104,7 @@ def saved_bytes(
         method: Of attention.
         saved_rows: Rows whose attention results are saved under seq_fraction.
         tiled: Whether the layer runs in tiles.
+        attends: Whether the layer has attention; a linear layer has no results to save.
     """
     model, tp_size = config.model, config.parallel.tp_size
     element = BYTES_OF[config.train.compute_dtype]
@@ -107,7 +114,7 @@ def saved_bytes(
     hidden = rows // tp_size * model.hidden_size * element  # between the layers a rank has T / tp rows
     v_dim = model.v_head_dim or model.head_dim
     result_row = model.num_heads // tp_size * (v_dim * element + _WIDE_BYTES)  # out and lse
-    if policy.kind == "full":
+    if policy.kind == "full" or (policy.kind != "none" and not attends):
         return hidden
     if policy.kind == "attn_out_every":
         return rows * result_row + hidden * policy.saves_input
@@ -116,6 +123,10 @@ def saved_bytes(
     # Tiled layers recompute all but attention whatever the policy, so they save attention's tensors only.
     kv_heads = model.num_kv_heads * max(1, method.head_parallel_size * tp_size // model.num_kv_heads)
     projected = model.num_heads * model.head_dim + kv_heads * (model.head_dim + v_dim)
+    if not attends:  # inputs and results of convolution and rule, which computes in fp32
+        linear = model.linear_layers
+        projected = 2 * conv_channels(model) + 2 * linear.num_value_heads * linear.value_head_dim
+        result_row = _WIDE_BYTES * conv_channels(model) * (linear.num_value_heads > 0)
     inputs = hidden + rows * (projected // tp_size * element + result_row)
     if tiled:
         return inputs
@@ -169,6 +180,11 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     sequences = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     sequences *= config.train.micro_batch_size * micro_steps
     pairs = attended_pairs(layer_pattern, model.num_layers, sequences=sequences)
+    again = [
+        layer_pattern[index % len(layer_pattern)]
+        for index, policy in enumerate(layer_policies(memory, model.num_layers))
+        if policy.kind != "none"
+    ]
     flops = step_flops(
         model,
         seq_len=config.train.seq_len,
@@ -176,6 +192,7 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
         sequences=sequences,
         recomputed_matrices=sum(matrices),
         recomputed_pairs=pairs.again,
+        recomputed_linear_layers=sum(not layer.attends for layer in again),
     )
     least = (on_device, on_host + states) if offloads else (on_device + states, on_host)
     return PolicyCost(kept, matrices, least, moved, flops, attention_flops(model, pairs.again))
@@ -193,9 +210,10 @@ def _layer_costs(
     }
     tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
     for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
-        rows = config.train.micro_batch_size * kept[layer_pattern[index % len(layer_pattern)]]
+        layer = layer_pattern[index % len(layer_pattern)]
+        rows = config.train.micro_batch_size * kept[layer]
         recomputed = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
-        yield saved_bytes(policy, config, method, rows, tiled=tiled), recomputed
+        yield saved_bytes(policy, config, method, rows, tiled=tiled, attends=layer.attends), recomputed
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:

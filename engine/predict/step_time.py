@@ -15,7 +15,7 @@ from engine.config.settings import MemoryConfig, RunConfig
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.topology import Topology, sequence_group
 from engine.predict.attention import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
-from engine.predict.flops import StepParts, StepTime, count_parameters, layer_shapes
+from engine.predict.flops import CHUNK_TOKENS, StepParts, StepTime, count_parameters, delta_rule_flops, layer_shapes
 from engine.predict.machine import Machine
 from engine.predict.plan_costs import LOSS_PASSES, layer_numbers
 from engine.predict.policy_cost import PolicyCost, policy_cost
@@ -115,7 +115,9 @@ class _Step:
         """Return the seconds of the layers' matmuls and of their recomputation, each at the rate of its shape."""
         model, shapes = self.config.model, layer_shapes(self.config.model)
         dense_layers = model.num_layers - model.num_moe_layers
-        once = model.num_layers * sum(self._trained_s(*shape) for shape in shapes.attention)
+        linear_layers = model.linear_layers.num_layers
+        once = (model.num_layers - linear_layers) * sum(self._trained_s(*shape) for shape in shapes.attention)
+        once += linear_layers * (sum(self._trained_s(*shape) for shape in shapes.linear) + self._delta_rule_s())
         once += dense_layers * sum(self._trained_s(*shape) for shape in shapes.dense)
         once += model.num_moe_layers * sum(self._trained_s(*shape) for shape in shapes.shared)
         if model.num_moe_layers:  # products of an expert have its share of the tokens
@@ -124,7 +126,13 @@ class _Step:
             once += model.num_moe_layers * model.num_experts * expert_s
         products = 3 if model.lora.rank is None else 2
         trained = 2 * products * self.parameters.active_layer_matmuls * self.rows / self.tp_size
+        trained += 3 * linear_layers * delta_rule_flops(model) * self.rows
         return once, once * self.cost.linear_flops / self.world.size / trained
+
+    def _delta_rule_s(self) -> float:
+        """Return the seconds of one linear layer's products between rows and with states, forward and backward."""
+        flops = 3 * delta_rule_flops(self.config.model) * self.rows
+        return flops / self.machine.product_flops_per_s(CHUNK_TOKENS)
 
     def _trained_s(self, inputs: int, outputs: int, share: float = 1.0) -> float:
         """Return the seconds of the three matmuls with a weight: forward, and the gradients of both operands.

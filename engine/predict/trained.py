@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.config.settings import ModelConfig
-from engine.predict.flops import count_parameters
+from engine.predict.flops import count_parameters, layer_shapes
 
 _ALL_LINEAR = "all-linear"
 _GATE_UP = "gate_up_proj"
@@ -52,10 +52,15 @@ def trained_parameters(model: ModelConfig) -> int:
 
 
 def _matrices(model: ModelConfig) -> Iterator[_Matrix]:
-    hidden, layers, moe_layers = model.hidden_size, model.num_layers, model.num_moe_layers
+    hidden, moe_layers = model.hidden_size, model.num_moe_layers
+    linear = layer_shapes(model).linear
+    names = ("in_proj_qkvz", "in_proj_ba", "out_proj") if len(linear) > 2 else ("in_proj", "out_proj")
+    for name, shape in zip(names, linear, strict=False):
+        yield _Matrix(name, *shape, model.linear_layers.num_layers)
+    layers = model.num_layers - model.linear_layers.num_layers
     queries, values = model.num_heads * model.head_dim, model.num_heads * (model.v_head_dim or model.head_dim)
     if model.kv_lora_rank is None:
-        yield _Matrix("q_proj", hidden, queries, layers)
+        yield _Matrix("q_proj", hidden, queries * (1 + model.gated_attention), layers)
         yield _Matrix("k_proj", hidden, model.num_kv_heads * model.head_dim, layers)
         yield _Matrix("v_proj", hidden, model.num_kv_heads * (model.v_head_dim or model.head_dim), layers)
     else:
@@ -68,7 +73,7 @@ def _matrices(model: ModelConfig) -> Iterator[_Matrix]:
         yield _Matrix("kv_a_proj_with_mqa", hidden, rank + rope, layers)
         yield _Matrix("kv_b_proj", rank, queries - model.num_heads * rope + values, layers)
     yield _Matrix("o_proj", values, hidden, layers)
-    widths = (model.ffn_hidden_size, layers - moe_layers), (model.shared_expert_ffn_hidden_size, moe_layers)
+    widths = (model.ffn_hidden_size, model.num_layers - moe_layers), (model.shared_expert_ffn_hidden_size, moe_layers)
     for width, having in widths:
         if width and having:
             if model.gated_ffn:

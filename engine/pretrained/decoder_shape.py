@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.config.errors import ConfigError
+from engine.config.linear_layers import LinearLayersConfig
 from engine.config.schema import JsonObject
 from engine.config.settings import AttentionConfig, MaskKind, ModelConfig
 
@@ -32,6 +33,13 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 # Its class may leave a key out of the file: then it has a default that differs from family to family.
 _LEFT_OUT = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
 _MASKS: Mapping[str, MaskKind] = {"full_attention": "causal", "sliding_attention": "window"}
+# Families whose linear layers are understood (`engine.attention.linear`), by their name in layer_types.
+_LINEAR: Mapping[str, frozenset[str]] = {
+    "linear_attention": frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"}),
+    "conv": frozenset({"lfm2", "lfm2_moe", "lfm3"}),
+}
+_GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+_GATED_SHARED_EXPERT = frozenset({"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"})
 # Families whose feed-forward is two matrices with an activation between. Source: their MLP in transformers 5.23.
 _UNGATED = frozenset(
     {"apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"}
@@ -39,7 +47,7 @@ _UNGATED = frozenset(
     | {"starcoder2", "xglm"}
 )
 # Families with a norm over every head of q and k, and no setting that says so.
-_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
+_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 
 
 # Keys of a config.json that may differ from those of the folder with the weights, since no weight changes with them.
@@ -96,12 +104,19 @@ def read_decoder(document: Mapping[str, Any], name: str, *, is_complete: bool) -
         kinds = layer_kinds(document)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"a key is no whole number where one is expected: {error}") from error
-    masks = tuple(_MASKS[kind.attention] for kind in kinds)
+    masks = tuple(_masks_of(document)[kind.attention] for kind in kinds)
     window = document.get("sliding_window") if "window" in masks else None
     seq_len = _find(document, "seq_len")
     if not isinstance(seq_len, int):
         raise ConfigError(f"max_position_embeddings: got {seq_len!r}, expected a whole number")
     return Pretrained(model, window, seq_len, shortest_pattern(masks))
+
+
+def _masks_of(document: Mapping[str, Any]) -> Mapping[str, MaskKind]:
+    """Return the mask of every type of layer that is planned; of linear ones those of families that are understood."""
+    family = document.get("model_type")
+    linear: dict[str, MaskKind] = {name: "no_attention" for name, families in _LINEAR.items() if family in families}
+    return {**_MASKS, **linear}
 
 
 def layer_kinds(document: Mapping[str, Any]) -> tuple[LayerKind, ...]:
@@ -122,8 +137,16 @@ def with_num_layers(model: ModelConfig, num_layers: int) -> ModelConfig:
             document[key] = num_layers
         elif _is_per_layer(value, model.num_layers):
             document[key] = value[:num_layers]
-    moe_layers = sum(kind.has_experts for kind in layer_kinds(document)) if model.num_moe_layers else 0
-    return replace(model, num_layers=num_layers, hf_config=JsonObject(document), num_moe_layers=moe_layers)
+    kinds = layer_kinds(document)
+    moe_layers = sum(kind.has_experts for kind in kinds) if model.num_moe_layers else 0
+    linear = replace(model.linear_layers, num_layers=sum(kind.attention in _LINEAR for kind in kinds))
+    return replace(
+        model,
+        num_layers=num_layers,
+        hf_config=JsonObject(document),
+        num_moe_layers=moe_layers,
+        linear_layers=linear if model.linear_layers.num_layers else model.linear_layers,
+    )
 
 
 def repeating_layers(model: ModelConfig) -> tuple[int, int]:
@@ -160,6 +183,7 @@ def contradictions(model: ModelConfig) -> Iterator[str]:
     """Yield the settings of a model that differ from what its hf_config states; what it leaves out is not compared."""
     document: Mapping[str, Any] = model.hf_config or {}
     stated: dict[str, Any] = {ours: _find(document, ours) for ours in _ALIASES if ours != "seq_len"}
+    stated["ffn_hidden_size"] = _adjusted_ffn(document)
     stated["tie_embeddings"] = document.get("tie_word_embeddings")
     if model.num_moe_layers and document.get("moe_intermediate_size") is None:
         stated.pop("ffn_hidden_size")  # there it is the width of an expert
@@ -174,24 +198,33 @@ def contradictions(model: ModelConfig) -> Iterator[str]:
 def window_problems(document: Mapping[str, Any], attention: AttentionConfig, seq_len: int) -> Iterator[str]:
     """Yield in what the masks of a run are not those of a model whose config.json states windows of its layers.
 
-    A window of the whole sequence hides nothing, so there causal layers are the same.
+    A window of the whole sequence hides nothing, so there causal layers are the same. Linear layers have no attention.
     """
-    types, window = document.get("layer_types"), document.get("sliding_window")
-    if not types or "sliding_attention" not in types or not set(types) <= _MASKS.keys() or (window or 0) >= seq_len:
-        return
-    masks: list[MaskKind] = [_MASKS[kind] for kind in types]
+    types, window, known = document.get("layer_types"), document.get("sliding_window"), _masks_of(document)
+    layers = int(_find(document, "num_layers") or 1)
     given = attention.mask_layers or (attention.mask,)
-    is_same = [given[index % len(given)] for index in range(len(masks))] == masks
-    if not is_same or attention.window_tokens != window:
+    if not types or not set(types) <= known.keys():
+        masks: list[MaskKind] = ["causal"] * layers
+    else:
+        masks = [known[kind] for kind in types]
+    has_windows = "window" in masks and (window or 0) < seq_len
+    if not has_windows and "no_attention" not in {*masks, *given}:
+        return
+    asked = [given[index % len(given)] for index in range(len(masks))]
+    # Windows as long as the sequence hide nothing, so then only linear layers matter.
+    pairs = zip(asked, masks, strict=True)
+    is_same = all(a == b or (not has_windows and "no_attention" not in (a, b)) for a, b in pairs)
+    if not is_same or (has_windows and attention.window_tokens != window):
         yield (
             f"attention.mask_layers, attention.window_tokens: got {list(given)} and {attention.window_tokens}, but the "
-            f"layers of model.hf_config have windows; set {mask_settings(shortest_pattern(masks), window)}"
+            f"layers of model.hf_config are others; set {mask_settings(shortest_pattern(masks), window)}"
         )
 
 
 def mask_settings(masks: Sequence[MaskKind], window_tokens: int | None) -> str:
     """Return masks of layers as overrides."""
-    return f"attention.mask_layers=[{','.join(masks)}] attention.window_tokens={window_tokens}"
+    window = f" attention.window_tokens={window_tokens}" if "window" in masks else ""
+    return f"attention.mask_layers=[{','.join(masks)}]{window}"
 
 
 def document_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -254,9 +287,14 @@ def unknown_parts(document: Mapping[str, Any]) -> Iterator[str]:
     for key in ("num_key_value_heads", "head_dim", "sliding_window"):
         if not isinstance(document.get(key), int | None):
             yield f"{key}: got {document[key]!r}, expected one whole number for all layers"
-    unknown = sorted({str(kind) for kind in document.get("layer_types") or ()} - _MASKS.keys())
-    if unknown:
-        yield f"layer_types has {', '.join(unknown)}; expected {' or '.join(_MASKS)}: other layers are not planned yet"
+    types, known = [str(kind) for kind in document.get("layer_types") or ()], _masks_of(document)
+    if unknown := sorted(set(types) - known.keys()):
+        yield (
+            f"layer_types has {', '.join(unknown)}; expected {' or '.join(known)}: other layers of "
+            f"model_type={document.get('model_type')} are not planned yet"
+        )
+    elif types and set(types) <= _LINEAR.keys():
+        yield "layer_types has linear layers alone; at least one layer of attention is needed"
     if "sliding_attention" in (document.get("layer_types") or ()) and not document.get("sliding_window"):
         yield "layer_types says sliding_attention, but sliding_window is not set; correct one of them"
 
@@ -267,7 +305,7 @@ def _model(document: Mapping[str, Any], name: str) -> ModelConfig:
         ours: int(_find(document, ours)) for ours in ("vocab_size", "hidden_size", "num_layers", "num_heads")
     }
     kv_heads = _find(document, "num_kv_heads")
-    ffn = _find(document, "ffn_hidden_size")
+    ffn = _adjusted_ffn(document)
     return ModelConfig(
         name=name,
         implementation="hf",
@@ -276,6 +314,8 @@ def _model(document: Mapping[str, Any], name: str) -> ModelConfig:
         num_kv_heads=sizes["num_heads"] if kv_heads is None else int(kv_heads),
         ffn_hidden_size=4 * sizes["hidden_size"] if ffn is None else int(ffn),
         **_heads(document, sizes),
+        gated_attention=family in _GATED_ATTENTION,
+        linear_layers=_linear_layers(document),
         gated_ffn=family not in _UNGATED,
         qkv_bias=bool(document.get("attention_bias") or family == "qwen2"),
         qk_norm=family in _QK_NORM or bool(document.get("use_qk_norm")),
@@ -316,7 +356,32 @@ def _experts(document: Mapping[str, Any]) -> dict[str, Any]:
         "experts_per_token": int(_find(document, "experts_per_token")),
         "expert_ffn_hidden_size": width,
         "shared_expert_ffn_hidden_size": int(shared),
+        "gated_shared_expert": document.get("model_type") in _GATED_SHARED_EXPERT,
     }
+
+
+def _linear_layers(document: Mapping[str, Any]) -> LinearLayersConfig:
+    """Return the shape of linear layers, by the names of Qwen3-Next and of LFM2."""
+    layers = sum(kind.attention in _LINEAR for kind in layer_kinds(document))
+    if not layers:
+        return LinearLayersConfig()
+    if document.get("conv_L_cache") is not None:
+        return LinearLayersConfig(num_layers=layers, conv_kernel=int(document["conv_L_cache"]))
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = {name: int(document[f"linear_{name}"]) for name in names}
+    return LinearLayersConfig(num_layers=layers, conv_kernel=int(document["linear_conv_kernel_dim"]), **sizes)
+
+
+def _adjusted_ffn(document: Mapping[str, Any]) -> int | None:
+    """Return the width of the feed-forward; LFM2 computes it from the one that its config.json states."""
+    width: int | None = _find(document, "ffn_hidden_size")
+    if width is None or not document.get("block_auto_adjust_ff_dim"):
+        return width
+    width = int(2 * int(width) / 3)
+    if (factor := document.get("block_ffn_dim_multiplier")) is None:
+        return width
+    multiple = int(document["block_multiple_of"])
+    return -(-int(factor * width) // multiple) * multiple
 
 
 def _expert_layers(document: Mapping[str, Any], layers: int) -> frozenset[int]:

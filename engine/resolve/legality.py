@@ -156,6 +156,11 @@ def legal_attention(config: RunConfig, topology: Topology) -> AttentionMethod:
     replicas = max(1, degrees.heads // model.num_kv_heads)
     split_at = _recompute_border(config, degrees)
     layout = attention.layout or _default_layout(config, preset, split_at)
+    if layout == "striped" and "no_attention" in attention.mask_layers:
+        raise ConfigError(
+            f"attention.layout: attention.preset={attention.preset} has striped, but the model's linear layers need "
+            "runs of consecutive positions on a rank; set attention.layout=zigzag, or contiguous, balanced"
+        )
     return AttentionMethod(
         preset=attention.preset,
         layout=layout,
@@ -186,7 +191,7 @@ def _default_layout(config: RunConfig, preset: Preset, split_at: int) -> LayoutN
     attention = config.attention
     if preset.layout != "zigzag":
         return preset.layout
-    if set(attention.mask_layers or (attention.mask,)) == {"window"}:
+    if set(attention.mask_layers or (attention.mask,)) - {"no_attention"} == {"window"}:
         return "contiguous"
     if split_at:
         return "split_zigzag"

@@ -32,7 +32,8 @@ _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 # Shapes that the decoder of this engine does not have.
 _HF_SHAPE = (
     *("v_head_dim", "kv_lora_rank", "q_lora_rank", "rope_head_dim", "gated_ffn", "num_moe_layers", "num_experts"),
-    *("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+    *("experts_per_token", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "gated_attention"),
+    *("gated_shared_expert", "linear_layers"),
 )
 
 Rule = Callable[[RunConfig], Iterator[str | Problem]]
@@ -270,6 +271,13 @@ def _masks(config: RunConfig) -> Iterator[str]:
     """Check the requirements of masks and of document masking."""
     attention = config.attention
     yield from mask_problems(attention, {attention.mask, *attention.mask_layers})
+    if attention.mask == "no_attention" or (
+        "no_attention" in attention.mask_layers and config.model.implementation == "burst"
+    ):
+        yield (
+            "attention.mask, attention.mask_layers: no_attention is for the linear layers of a model of transformers "
+            "(attention.mask_layers with model.implementation=hf); all layers of this model have attention"
+        )
     if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
         yield f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})"
     if attention.documents and config.train.micro_batch_size > 1:

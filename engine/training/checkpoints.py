@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
 from engine.checkpoint.state import TrainingTensors, frozen_digest, training_tensors, weight_tensors
 from engine.config.errors import RunError
-from engine.config.settings import RunConfig
+from engine.config.schema import to_plain
+from engine.config.settings import ModelConfig, RunConfig
 from engine.model.decoder import has_frozen_weights
 from engine.runs.checkpoints import CheckpointError, Manifest, check_steps_left, checkpoints_folder
 from engine.runs.folder import RunFolder
@@ -26,6 +28,21 @@ class Position:
     tokens: int = 0
 
 
+def model_facts(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings that make the function which the weights belong to, by dotted name, as plain values."""
+    facts: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                add(f"{prefix}.{name}", item)
+        else:
+            facts[prefix] = value
+
+    add("model", to_plain(replace(model, name="", init_from=None, require_init_from=False, init_std=0.0)))
+    return facts
+
+
 class RunCheckpoints:
     """Checkpoints of one run. Collective over all ranks. With checkpoints off it reads and writes nothing."""
 
@@ -35,6 +52,7 @@ class RunCheckpoints:
         self._settings, self._train_step, self._recorder = config.train.checkpoint, train_step, recorder
         # A position in the data has the same meaning only if these are equal.
         self._data = {"seed": config.seed, "seq_len": config.train.seq_len, "data_hash": data_hash}
+        self._model = model_facts(config.model)
         self._base_digest: str | None = None  # of the weights that are frozen, once they are set
         source = self._settings.resume_from
         self._steps = config.train.steps
@@ -55,7 +73,7 @@ class RunCheckpoints:
         self._recorder.phase("restore")
         self._note_base()
         tensors = self._tensors()
-        manifest = self._checkpointer.restore(tensors, self._check_data)
+        manifest = self._checkpointer.restore(tensors, self._check_run)
         if manifest is None and self._source is not None:
             manifest = self._checkpointer.restore_from(self._source, tensors, self._check_source)
         if manifest is None:
@@ -80,7 +98,7 @@ class RunCheckpoints:
         assert self._checkpointer is not None
         self._recorder.phase("rewind")
         self._record(self._checkpointer.finish())
-        manifest = self._checkpointer.restore(self._tensors(), self._check_data)
+        manifest = self._checkpointer.restore(self._tensors(), self._check_run)
         if manifest is None:
             raise RunError(
                 f"step {position.step} is to be undone, but there is no checkpoint yet to rewind to; "
@@ -99,7 +117,7 @@ class RunCheckpoints:
             return
         self._recorder.phase("checkpoint")
         tensors, guard = self._tensors(), self._train_step.guard.state()
-        state = {**asdict(position), "updates": tensors.updates, "guard": guard, **self._data}
+        state = {**asdict(position), "updates": tensors.updates, "guard": guard, **self._data, "model": self._model}
         if self._base_digest is not None:
             state["base_weights"] = self._base_digest
         self._record(self._checkpointer.save(Snapshot(position.step, tensors.tensors, state), wait=is_last))
@@ -119,8 +137,8 @@ class RunCheckpoints:
             self._recorder.saved(saved.step, saved.bytes, saved.stall_s, saved.seconds)
 
     def _check_source(self, manifest: Manifest) -> None:
-        """Check a checkpoint of another run. Raises CheckpointError (`_check_data`), ConfigError if no step is left."""
-        self._check_data(manifest)
+        """Check a checkpoint of another run. Raises CheckpointError (`_check_run`), ConfigError if no step is left."""
+        self._check_run(manifest)
         assert self._source is not None
         check_steps_left(manifest.step, self._source, self._steps)
 
@@ -137,9 +155,25 @@ class RunCheckpoints:
                 f"here (digests {manifest.state.get('base_weights')} and {self._base_digest}); give the same model"
             )
 
-    def _check_data(self, manifest: Manifest) -> None:
-        """Raise CheckpointError if a position in the data of `manifest` means something else in this run."""
+    def _check_run(self, manifest: Manifest) -> None:
+        """Raise CheckpointError if the model of `manifest` is another one, or a position in its data."""
+        self._check_model(manifest)
         self._check_base(manifest)
+        self._check_data(manifest)
+
+    def _check_model(self, manifest: Manifest) -> None:
+        there = manifest.state.get("model")
+        if there is None:  # saved before models were recorded
+            return
+        names = sorted({name for name in (*there, *self._model) if there.get(name) != self._model.get(name)})
+        if names:
+            listed = ", ".join(f"{name} was {there.get(name)}, is {self._model.get(name)}" for name in names)
+            raise CheckpointError(
+                f"the checkpoint of step {manifest.step} is of another model: {listed}. Continue with the same model; "
+                "to change it, export the weights and start from them with model.init_from"
+            )
+
+    def _check_data(self, manifest: Manifest) -> None:
         there = manifest.state
         if different := [name for name, here in self._data.items() if there.get(name) != here]:
             listed = ", ".join(f"{name} was {there.get(name)}, is {self._data[name]}" for name in different)

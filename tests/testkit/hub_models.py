@@ -52,6 +52,13 @@ _LATENT: Mapping[str, Any] = {  # queries and keys are as wide as both parts tog
     "n_group": 1,
     "topk_group": 1,
 }
+_DELTA: Mapping[str, Any] = {  # more heads of v than of k
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -75,9 +82,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "ministral3": {},
     "gpt_oss": {**_EXPERTS, "sliding_window": 6},
     "granite_swa": {"attention_multiplier": 0.5, "sliding_window": 6},
+    "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
-WITH_AUXILIARY_LOSS = ("qwen3_moe", "mixtral", "granitemoe", "minimax_m2", "gpt_oss")
+WITH_AUXILIARY_LOSS = ("qwen3_moe", "qwen3_next", "mixtral", "granitemoe", "minimax_m2", "gpt_oss")
 
 
 def hf_config(family: str, **more: Any) -> dict[str, Any]:
@@ -139,6 +148,8 @@ def randomise(model: nn.Module, seed: int = 5) -> None:
         generator = torch.Generator().manual_seed(seed + len(name))
         values = 0.2 * torch.randn(parameter.shape, generator=generator)
         local, starts = local_block(parameter)
+        if name.endswith("A_log"):  # a decay of a few percent per row, so that states last over ranks
+            local.fill_(-3.0)
         local.add_(values[tuple(slice(at, at + n) for at, n in zip(starts, local.shape, strict=True))])
 
 
@@ -183,15 +194,17 @@ def reference_facts(config: RunConfig, batch: Batch, weights: Mapping[str, Tenso
     model = reference_model(document, weights, attention)
     tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
     starts = batch.documents[0].tolist() if config.attention.documents else [0]
+    # Another order of sums in the gated delta rule, whose decays are differences of sums in fp32.
+    options = {"chunk_size": 4} if attention == "another" and "linear_conv_kernel_dim" in document else {}
     total = torch.zeros(())
     for first, after in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
-        logits = model(input_ids=tokens[:, first:after], use_cache=False).logits
+        logits = model(input_ids=tokens[:, first:after], use_cache=False, **options).logits
         total = total + F.cross_entropy(logits.flatten(0, 1), labels[:, first:after].flatten(), reduction="sum")
     mean = total / int((labels != IGNORE_INDEX).sum())
     auxiliary = torch.zeros(())
     if document.get("output_router_logits"):
         assert starts == [0], "the auxiliary loss of separate forward passes is another one"
-        auxiliary = document["router_aux_loss_coef"] * model(input_ids=tokens, use_cache=False).aux_loss
+        auxiliary = document["router_aux_loss_coef"] * model(input_ids=tokens, use_cache=False, **options).aux_loss
     (mean + auxiliary).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Facts(dict(weights), mean.item(), gradients)

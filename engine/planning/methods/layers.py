@@ -4,6 +4,8 @@ All layers share one layout, because tokens are sharded once. Masks, the operand
 saved for backward may differ:
 
     mask_layers=[window,window,window,causal]     layers 0 1 2 windowed, 3 causal, 4 5 6 windowed, 7 causal, ...
+
+Layers with the mask no_attention are linear: nothing is planned for them.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ class LayerAttention:
     recompute_before: int | None = None
 
     @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return not self.mask.hides_all
+
+    @property
     def pairs(self) -> AttendedPairs:
         """Of one sequence, over all ranks; exact."""
         return _pairs(self.mask, min(self.recompute_before or 0, self.mask.seq_len))
@@ -73,10 +80,8 @@ def layer_pattern(config: RunConfig, method: AttentionMethod) -> tuple[LayerPatt
     kinds = config.attention.mask_layers or (config.attention.mask,)
     policies = checkpoint_kinds(config.memory)
     cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
-    return tuple(
-        LayerPattern(kinds[i % len(kinds)], cuts[policies[i % len(policies)]])
-        for i in range(math.lcm(len(kinds), len(policies)))
-    )
+    pairs = [(kinds[i % len(kinds)], policies[i % len(policies)]) for i in range(math.lcm(len(kinds), len(policies)))]
+    return tuple(LayerPattern(kind, None if kind == "no_attention" else cuts[policy]) for kind, policy in pairs)
 
 
 def build_layers(

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from engine.config.settings import RunConfig
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
-from engine.planning.program.ops import AttentionPlan, Channel, Direction, TokenBytes
+from engine.planning.program.ops import AttentionPlan, Channel, Direction, RankPlan, TokenBytes
 from engine.planning.program.program import Program, plan_ranks
 from engine.planning.program.trace import TraceStep, trace_program
 from engine.planning.schedules import chunks
@@ -74,15 +74,23 @@ def plan_method(
             length of the layout (padding included) all; None: results are saved, nothing is recomputed.
 
     A recompute pass without a head exchange and without queries does nothing, but for a reversed ring: its backward
-    starts from the final kv of forward, which is sent again.
+    starts from the final kv of forward, which is sent again. A layer without attention has plans without steps.
     """
     only = (rank,) if isinstance(rank, int) else rank
+    if mask.hides_all:
+        return _plan_nothing(method.cp_size, only)
     passes = _passes(mask, blocks, recompute_before)
     plans = {name: _plan_pass(one, method, blocks, only) for name, one in passes.items()}
     recompute = plans.get("recompute")
     if recompute_before is not None and recompute is None:  # of all rows: nothing to plan anew
         recompute = plans["forward"]
     return PlanPair(plans["forward"], plans["backward"], recompute)
+
+
+def _plan_nothing(size: int, ranks: Collection[int] | None) -> PlanPair:
+    """Plans without buffers and steps."""
+    empty = {rank: RankPlan(rank, (), ()) for rank in (range(size) if ranks is None else ranks)}
+    return PlanPair(AttentionPlan("forward", size, empty), AttentionPlan("backward", size, empty))
 
 
 def trace_method(

@@ -307,6 +307,11 @@ class Mask:
         if problems:
             raise ConfigError(problems)
 
+    @property
+    def hides_all(self) -> bool:
+        """Whether no query sees a key, which is how layers without attention are planned."""
+        return self.query_stop == 0
+
     @cached_property
     def rectangles(self) -> npt.NDArray[np.int64]:
         """Every rectangle of the mask, [n, 6]."""

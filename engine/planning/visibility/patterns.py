@@ -37,7 +37,8 @@ DEFAULT_BLOCK_TOKENS = 128
 def build_mask(kind: MaskKind, seq_len: int, options: AttentionConfig, documents: Sequence[int] = ()) -> Mask:
     """Build the mask of this name over `seq_len` tokens; `documents` are ascending start positions, the first 0.
 
-    All kinds but `full` are causal, and each takes different options. Reads `blocks_file`. Raises ConfigError.
+    All kinds but `full` are causal, and each takes different options; `no_attention` hides all. Reads `blocks_file`.
+    Raises ConfigError.
     """
     problems = list(mask_problems(options, {kind}))
     if problems:
@@ -49,6 +50,7 @@ def build_mask(kind: MaskKind, seq_len: int, options: AttentionConfig, documents
         documents=tuple(documents),
         blocks=_build_blocks(kind, seq_len, options),
         sink=options.sink_tokens if kind == "sink_window" else 0,
+        query_stop=0 if kind == "no_attention" else None,
     )
 
 

@@ -115,7 +115,8 @@ class StepObserver:
         for layer, position in zip(layers, positions, strict=True):
             self._attach_layer(layer, position)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._store_gradient)  # type: ignore[no-untyped-call]
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._store_gradient)  # type: ignore[no-untyped-call]
 
     def _attach_layer(self, layer: nn.Module, position: str) -> None:
         def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:

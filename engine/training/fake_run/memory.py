@@ -162,7 +162,9 @@ class _Scene:
         config, tp_size = self.config, self._degrees.tp_size
         model, dtype = config.model, getattr(torch, config.train.compute_dtype)
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
-        for runtime in {id(runtime): runtime for runtime in attention.run_context().runtimes}.values():
+        context = attention.run_context()
+        attending = [runtime for runtime, layer in zip(context.runtimes, context.layers, strict=True) if layer.attends]
+        for runtime in {id(runtime): runtime for runtime in attending}.values():
             batch = (config.train.micro_batch_size, rows)
             widths = (model.head_dim, model.head_dim, model.v_head_dim or model.head_dim)
             q, k, v = (

@@ -1,4 +1,4 @@
-"""What burst's own model says, on one rank; apart from transformers, which takes seconds to import."""
+"""What a model says in the trainer, on one rank; apart from transformers, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def own_logits(config_file: str, checkpoints: str, tokens: torch.Tensor) -> torc
     """Logits [1, T, V] of the newest checkpoint in a folder, on these token ids [1, T]."""
     config = load_config(Path(config_file))
     train = replace(config.train, seq_len=tokens.shape[1])
-    run = start_run(replace(config, parallel=ParallelConfig(), attention=AttentionConfig(preset="single"), train=train))
+    masks = {"mask_layers": config.attention.mask_layers, "window_tokens": config.attention.window_tokens}
+    single = AttentionConfig(preset="single", **masks)
+    run = start_run(replace(config, parallel=ParallelConfig(), attention=single, train=train))
     checkpointer = Checkpointer(CheckpointConfig(resume_from=checkpoints), Path(checkpoints), {})
     checkpointer.restore_from(Path(checkpoints), weight_tensors(run.model), lambda manifest: None)
     checkpointer.close()

@@ -86,6 +86,7 @@ def seen_by_name(kind: MaskKind, q: int, k: int) -> bool:
         "sink_window": k <= q and (q < k + 7 or k < 2),
         "strided": k <= q and (b % 3 == 2 or a - b < 2),
         "vertical_slash": k <= q and (b == 0 or a - b in (0, 1, 4)),
+        "no_attention": False,
         "blocks": k <= q and a % 3 == b % 3,
     }[kind]
 

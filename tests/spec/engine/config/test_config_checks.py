@@ -40,6 +40,9 @@ train.guard.on_nonfinite=rewind & train.checkpoint.at_end=true |
     train.guard: rewind goes back to a checkpoint, but none is saved
 attention.mask_layers=[causal, sink_window] | attention.window_tokens: null, but a windowed mask
 attention.mask=window | attention.window_tokens: null, but a windowed mask
+attention.mask=no_attention | attention.mask, attention.mask_layers: no_attention is for the linear layers
+attention.mask_layers=[no_attention, causal] |
+    attention.mask, attention.mask_layers: no_attention is for the linear layers
 attention.mask=blocks | attention.blocks_file: null, but attention.mask=blocks
 attention.mask=blocks & attention.blocks_file=/no | attention.blocks_file: no such file: '/no'
 attention.documents=true & train.micro_batch_size=2 | attention.documents=true needs train.micro_batch_size=1, got 2

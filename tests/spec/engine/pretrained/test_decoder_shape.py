@@ -11,8 +11,9 @@ import pytest
 
 from burst_cli.compose import compose
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
+from engine.config.settings import AttentionConfig, MaskKind, ModelConfig, RunConfig
 from engine.data.rules import file_rules
+from engine.planning.topology import Topology
 from engine.predict.flops import count_parameters
 from engine.pretrained.decoder_shape import (
     contradictions,
@@ -23,6 +24,7 @@ from engine.pretrained.decoder_shape import (
     window_problems,
     with_num_layers,
 )
+from engine.resolve.legality import legal_attention
 
 SMALL: dict[str, Any] = {
     "model_type": "mine",
@@ -57,7 +59,7 @@ def preset(name: str) -> RunConfig:
     return compose([f"exp={name}", "data.tokenizer=bytes"]).config
 
 
-PRESETS = ("qwen3_30b_a3b_1m", "gpt_oss_20b_128k", "gemma3_12b_128k")
+PRESETS = ("qwen3_30b_a3b_1m", "gpt_oss_20b_128k", "gemma3_12b_128k", "qwen3_next_80b_256k")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -78,6 +80,7 @@ def test_settings_of_presets_are_those_of_their_config_json(name: str) -> None:
         ("gpt_oss_20b_128k", 20.9, 3.6),
         ("gemma3_12b_128k", 11.8, 11.8),
         ("qwen3_8b_1m", 8.2, 7.6),
+        ("qwen3_next_80b_256k", 79.7, 3.6),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, total: float, active: float) -> None:
@@ -220,3 +223,35 @@ def test_a_folder_of_another_model_than_hf_config_is_refused(tmp_path: Path) -> 
 def test_a_folder_of_quantized_weights_is_refused(tmp_path: Path) -> None:
     (problem,) = weights_problems(tmp_path, quantization_config={"quant_method": "mxfp4"})
     assert "its weights are quantized (mxfp4)" in problem
+
+
+HYBRID = {
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def test_linear_layers_are_planned_without_attention() -> None:
+    found = read_decoder({**SMALL, **HYBRID}, "mine", is_complete=True)
+    assert found.mask_layers == ("no_attention", "no_attention", "causal")
+
+
+def test_linear_layers_of_a_family_that_is_not_understood_are_refused() -> None:
+    assert "layer_types has linear_attention" in problem(**{**HYBRID, "model_type": "minimax"})
+
+
+@pytest.mark.parametrize("layers", [("causal",), ("no_attention", "causal", "causal")])
+def test_masks_that_are_not_those_of_linear_layers_are_named(layers: tuple[MaskKind, ...]) -> None:
+    model = shape(**HYBRID)
+    assert model.hf_config is not None
+    found = window_problems(model.hf_config, AttentionConfig(mask_layers=layers), seq_len=64)
+    assert "set attention.mask_layers=[no_attention,no_attention,causal]" in "".join(found)
+
+
+def test_striped_layout_is_refused_for_linear_layers() -> None:
+    words = ["exp=qwen3_next_80b_256k", "data.tokenizer=bytes", "attention=striped"]
+    config = compose(words).config
+    with pytest.raises(ConfigError, match="linear layers need runs of consecutive positions"):
+        legal_attention(config, Topology(1, 4))

@@ -41,7 +41,7 @@ AXES = {
     "preset": ("burst", "ring", "ulysses", "megatron_allgather"),
     "policy": ("none", "full", "attn_out", "seq_fraction"),
     "store": ("device", "host"),
-    "family": ("qwen3", "gemma3_text", "qwen3_moe"),
+    "family": ("qwen3", "gemma3_text", "qwen3_moe", "qwen3_next", "lfm2"),
     "ranks": ("1", "2", "4"),
     "documents": ("plain", "packed"),
 }
