@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from testkit.hub_models import FAMILIES, hf_config, hub_config, reference_model, shape_of
 from testkit.model_helpers import causal_attention
 
@@ -149,3 +152,29 @@ def test_load_of_experts_counts_the_rows_that_each_computes(family: str) -> None
     assert routing is not None
     decoder(torch.arange(12)[None], torch.arange(12), causal_attention(12), routing=routing)
     assert routing.counts.tolist() == [each.bincount(minlength=routing.counts.shape[1]).tolist() for each in chosen]
+
+
+def saved_folder(family: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> HuggingFaceDecoder:
+    """A decoder on the CPU, beside a folder of its weights that `change` has damaged."""
+    document = hf_config(family)
+    reference_model(document).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    decoder = HuggingFaceDecoder(shape_of(document))
+    decoder.to_empty(device="cpu")
+    return decoder
+
+
+def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    decoder = saved_folder("qwen3", tmp_path, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} has dtype I8"):
+        decoder.load(tmp_path)
+
+
+def test_a_folder_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    decoder = saved_folder("qwen3_moe", tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=r"experts.gate_up_proj cannot be made of 7 weights of the folder"):
+        decoder.load(tmp_path)

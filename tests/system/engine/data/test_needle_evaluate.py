@@ -30,6 +30,7 @@ class Copier(nn.Module):
 
     def __init__(self, layers: nn.ModuleList, reach: int) -> None:
         super().__init__()
+        self.restarts_positions = False
         self.layers, self.reach = layers, reach
         self.head = LMHead(VOCABULARY, VOCABULARY, LossConfig())
         self.head.weight = nn.Parameter(torch.eye(VOCABULARY))

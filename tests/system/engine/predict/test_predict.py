@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from testkit import ROOT
+from testkit.hub_models import hub_config
 from testkit.ranks import Pools
 from testkit.resolved import method_of
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from benchmarks.gpu import steps
+from engine.config.lora import LoraConfig
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.device.live_tensors import LiveTensorTracker
 from engine.planning.topology import Topology
@@ -120,6 +122,13 @@ def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
     prediction = predicted(CASES[name], world_size)
     assert prediction.device_peak_bytes == pytest.approx(max(device for device, _ in found), rel=TOLERANCE)
     assert prediction.host_peak_bytes == pytest.approx(max(host for _, host in found), rel=TOLERANCE)
+
+
+def test_the_peak_of_adapters_is_that_of_a_measured_run(ranks: Pools) -> None:
+    config = hub_config("qwen3", memory={"activation_checkpoint": "full"})
+    config = replace(config, model=replace(config.model, lora=LoraConfig(rank=4)))
+    ((device, _),) = ranks(1).run(measured_peaks, config)
+    assert predicted(config).device_peak_bytes == pytest.approx(device, rel=TOLERANCE)
 
 
 @pytest.mark.thorough

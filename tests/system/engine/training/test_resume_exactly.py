@@ -45,6 +45,15 @@ def test_another_seed_is_refused_with_both_values(
     assert "is of other data: seed was 3, is 4" in error
 
 
+def test_another_model_is_refused_with_the_setting_that_differs(
+    ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    config = going_on(still, untaught[0])
+    config = replace(config, model=replace(config.model, norm_eps=0.5))
+    (error,) = ranks(1).run(train_until_error, str(create_run_of(config, tmp_path).path), config)
+    assert f"is of another model: model.norm_eps was {still.model.norm_eps}, is 0.5" in error
+
+
 @pytest.mark.thorough
 def test_ranks_refuse_a_continuation_without_steps(
     ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path
