@@ -126,3 +126,17 @@ def test_loss_on_one_device_is_that_of_transformers(family: str, policy: Checkpo
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(gradients[name].grad, parameter.grad, rtol=1e-3, atol=1e-4), name
+
+
+def test_decay_of_linear_layers_is_drawn_as_transformers_does() -> None:
+    decoder = HuggingFaceDecoder(shape_of(hf_config("qwen3_next", linear_num_value_heads=64)))
+    decoder.to_empty(device="cpu")
+    init_weights(decoder, seed=1)
+    values = decoder.get_parameter("model.layers.0.linear_attn.A_log").exp()
+    assert 0.01 <= float(values.min()) < 2.0 < 12.0 < float(values.max()) <= 16.0, "expected uniform in [0.01, 16]"
+
+
+def test_masks_that_give_attention_to_linear_layers_are_refused() -> None:
+    config = replace(hub_config("lfm2"), attention=AttentionConfig())
+    with pytest.raises(ConfigError, match="by model.hf_config no attention"):
+        build_decoder(config)
