@@ -178,3 +178,17 @@ def test_a_folder_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
     decoder = saved_folder("qwen3_moe", tmp_path, lambda weights: weights.pop(name))
     with pytest.raises(ConfigError, match=r"experts.gate_up_proj cannot be made of 7 weights of the folder"):
         decoder.load(tmp_path)
+
+
+def test_decay_of_linear_layers_is_drawn_as_transformers_does() -> None:
+    decoder = HuggingFaceDecoder(shape_of(hf_config("qwen3_next", linear_num_value_heads=64)))
+    decoder.to_empty(device="cpu")
+    init_weights(decoder, seed=1)
+    values = decoder.get_parameter("model.layers.0.linear_attn.A_log").detach().exp()
+    assert 0.01 <= float(values.min()) < 2.0 < 12.0 < float(values.max()) <= 16.0, "expected uniform in [0.01, 16]"
+
+
+def test_masks_that_give_attention_to_linear_layers_are_refused() -> None:
+    config = replace(hub_config("lfm2"), attention=AttentionConfig())
+    with pytest.raises(ConfigError, match="config no attention"):
+        build_decoder(config)
