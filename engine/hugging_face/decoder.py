@@ -213,6 +213,14 @@ def mask_problems(decoder: HuggingFaceDecoder, attention: AttentionConfig, seq_l
         return
 
 
+def position_problems(decoder: HuggingFaceDecoder, seq_len: int) -> Iterator[str]:
+    """Yield the tables of learned positions that are shorter than the sequences."""
+    for name, module in decoder.base.named_modules():
+        is_table = isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        if is_table and module.num_embeddings < seq_len:
+            yield f"train.seq_len={seq_len} exceeds the {module.num_embeddings} learned positions of the model ({name})"
+
+
 class _Parts(NamedTuple):
     """What a checked model consists of.
 

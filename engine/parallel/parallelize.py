@@ -21,7 +21,7 @@ from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.distributed.mesh import Mesh
-from engine.hugging_face.decoder import HuggingFaceDecoder, mask_problems
+from engine.hugging_face.decoder import HuggingFaceDecoder, mask_problems, position_problems
 from engine.model.decoder import Decoder
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
@@ -84,7 +84,11 @@ def build_decoder(config: RunConfig) -> Decoder:
         with torch.device("meta"):
             return LlamaModel(config.model, config.loss)
     decoder = HuggingFaceDecoder(config.model, config.loss)
-    if problems := list(mask_problems(decoder, config.attention, config.train.seq_len)):
+    problems = [
+        *mask_problems(decoder, config.attention, config.train.seq_len),
+        *position_problems(decoder, config.train.seq_len),
+    ]
+    if problems:
         raise ConfigError(problems)
     return decoder
 

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -203,6 +204,7 @@ def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig)
 # --- predictions from a subprocess ------------------------------------------------------------------------------------
 
 
+_EXCEPTION = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
 SERVER_MODULE = "engine.training.fake_run.memory"
 IDLE_S = 30.0  # the subprocess exits after this time without a request
 TIMEOUT_S = 600.0
@@ -332,8 +334,10 @@ class Predictor:
         if answer or (again and process.wait() == 0):
             return answer
         self._errors.seek(0)
-        words = (self._errors.read().strip().splitlines() or ["nothing"])[-1]
-        raise RunError(f"the prediction failed with exit code {process.wait()}; its last words: {words}.")
+        lines = self._errors.read().strip().splitlines() or ["no error output"]
+        # An exception may end in several lines of advice; its first line names it.
+        message = next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
+        raise RunError(f"the prediction failed with exit code {process.wait()}: {message}.")
 
 
 @functools.cache

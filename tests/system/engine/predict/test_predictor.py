@@ -75,7 +75,7 @@ def test_a_configuration_that_cannot_run_is_an_error(predictor: Predictor) -> No
 
 def test_a_failed_process_is_replaced(predictor: Predictor) -> None:
     """Also one that ends just when it gets a request."""
-    with pytest.raises(RunError, match=r"exit code 3; its last words: the last word\."):
+    with pytest.raises(RunError, match=r"exit code 3: the last word\."):
         predictor.predict(run_of(2), METHOD, WORLD)
     assert predictor.predict(run_of(4), METHOD, WORLD).rank == 1
 
