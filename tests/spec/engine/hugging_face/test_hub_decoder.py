@@ -195,7 +195,7 @@ def test_masks_that_give_attention_to_linear_layers_are_refused() -> None:
 
 
 def test_sequences_longer_than_the_learned_positions_are_refused() -> None:
-    sizes = {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    sizes = {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "tie_word_embeddings": True}
     document = {"model_type": "gpt2", **sizes, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
     config = replace(hub_config("qwen3", train={"seq_len": 256}), model=shape_of(document))
     with pytest.raises(ConfigError, match=r"train.seq_len=256 exceeds the \d+ learned positions of the model \(wpe\)"):
