@@ -28,14 +28,18 @@ class Position:
     tokens: int = 0
 
 
+# Keys of a config.json that say who wrote it and how, not what the model computes.
+_ABOUT_THE_FILE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
+
+
 def model_facts(model: ModelConfig) -> dict[str, Any]:
     """Return the settings that make the function which the weights belong to, by dotted name, as plain values."""
     facts: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
-            for name, item in value.items():
-                add(f"{prefix}.{name}", item)
+            for name in value.keys() - _ABOUT_THE_FILE:
+                add(f"{prefix}.{name}", value[name])
         else:
             facts[prefix] = value
 

@@ -12,8 +12,10 @@ import torch
 from testkit.ranks import Pools
 from testkit.whole_runs import create_run_of, events_of, train_on_rank, train_until_error, trained, whole_config
 
-from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, RunConfig
+from engine.config.schema import JsonObject
+from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from engine.runs.folder import RunFolder
+from engine.training.checkpoints import model_facts
 
 STEPS, HALF = 4, 2
 
@@ -130,3 +132,10 @@ def test_a_fall_back_to_an_older_checkpoint_is_a_warning(
     run = trained(ranks, 1, going_on(still, root, steps=2 * HALF + 1), tmp_path)
     warnings = [event["message"] for event in run.read_events() if event["kind"] == "warning"]
     assert any(f"older checkpoint of step {2 * HALF}" in text for text in warnings), f"no warning names it: {warnings}"
+
+
+def test_who_wrote_a_config_json_is_no_part_of_the_model() -> None:
+    written = [JsonObject({"eps": 1e-6, "transformers_version": version}) for version in ("5.0", "5.23")]
+    first, second = (model_facts(ModelConfig(hf_config=each)) for each in written)
+    assert first == second
+    assert first["model.hf_config.eps"] == 1e-6
