@@ -17,8 +17,7 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.linear_layers import LinearLayersConfig
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LinearLayersConfig, LoraConfig
 from engine.config.schema import JsonObject, read_dataclass, setting, to_plain
 from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine.config.errors import ConfigError
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LoraConfig
 from engine.hugging_face.initial import written_values
 from engine.model.decoder import Initial
 

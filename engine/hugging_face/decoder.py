@@ -22,7 +22,7 @@ from engine.attention.hugging_face import IMPLEMENTATION, ShardMask, use_attenti
 from engine.attention.linear.hugging_face import LinearLayers, find_linear_layers
 from engine.attention.model_config import layer_windows, model_problems
 from engine.config.errors import ConfigError
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LoraConfig
 from engine.config.settings import AttentionConfig, LossConfig, ModelConfig
 from engine.hugging_face.adapters import add_adapters, base_name, derive_magnitudes
 from engine.hugging_face.experts import Routers, RouterStatistics, find_routers

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.config.errors import ConfigError
-from engine.config.linear_layers import LinearLayersConfig
+from engine.config.model_parts import LinearLayersConfig
 from engine.config.schema import JsonObject
 from engine.config.settings import AttentionConfig, MaskKind, ModelConfig
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError, legal_sizes
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LoraConfig
 from engine.config.schema import Problem, range_problems, walk_fields
 from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.checkpoint_policy import POLICIES_OF

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LoraConfig
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.predict.flops import attention_pairs, count_parameters, step_flops
 from engine.predict.policy_cost import state_bytes

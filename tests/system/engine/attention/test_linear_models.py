@@ -7,7 +7,6 @@ is the noise of float32, and three times as much is the tolerance of a tensor th
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -141,7 +140,7 @@ def one_process(name: str, documents: tuple[int, ...], **options: Any) -> Result
 
 def make_parallel(model: Any, **settings: Any) -> ContextParallel:
     (heads,) = model_heads(model)
-    return ContextParallel(**dataclasses.asdict(heads), dtype=torch.float32, **settings)
+    return ContextParallel(**vars(heads), dtype=torch.float32, **settings)
 
 
 def over_ranks(name: str, documents: tuple[int, ...], settings: dict[str, Any], checkpoint: bool = False) -> Result:

@@ -16,7 +16,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import accumulated, full_weights, own_part, random_batches, start_run, whole
 
 from engine.checkpoint.state import frozen_digest
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LoraConfig
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.export.hugging_face import ExportOrder, export

@@ -15,7 +15,7 @@ from testkit.resolved import method_of
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from benchmarks.gpu import steps
-from engine.config.lora import LoraConfig
+from engine.config.model_parts import LoraConfig
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.device.live_tensors import LiveTensorTracker
 from engine.planning.topology import Topology
