@@ -96,7 +96,7 @@ def test_rewound_training_continues_with_later_data(injured: Any) -> None:
     then = ["train", *save, "rewind", "train", *save, "evaluate", "train", *save]
     assert events_of(run, "phase", "phase") == [*begun, *then]
     per_step = saved(run, 2).state["samples"] // 2
-    assert state.keys() == {"step", "updates", "samples", "tokens", "guard", "seed", "seq_len", "data_hash"}
+    assert state.keys() == {"step", "updates", "samples", "tokens", "guard", "seed", "seq_len", "data_hash", "model"}
     assert state["step"] == 6
     assert state["updates"] == 6
     assert state["samples"] == 8 * per_step
