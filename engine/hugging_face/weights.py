@@ -19,6 +19,8 @@ from engine.config.errors import ConfigError
 from engine.hugging_face.adapters import base_name, is_adapter
 from engine.model.decoder import persistent_buffers
 from engine.model.init import local_block
+from engine.pretrained.decoder_shape import document_differences
+from engine.pretrained.folder import open_model_folder
 from engine.pretrained.names import weight_files
 
 _SHOWN = 4
@@ -39,6 +41,7 @@ def load_weights(decoder: nn.Module, model: Any, folder: Path) -> frozenset[str]
     Raises:
         ConfigError: Weights are missing, left over or of another shape, or a file cannot be read.
     """
+    _check_config(model.config, folder)
     named = {name: tensor for name, tensor in saved_tensors(decoder).items() if not is_adapter(name)}
     targets = {base_name(name): tensor for name, tensor in named.items()}
     files = weight_files(folder)
@@ -62,6 +65,21 @@ def load_weights(decoder: nn.Module, model: Any, folder: Path) -> frozenset[str]
         else:
             reader.read(sources[name][0], target)
     return frozenset(named)
+
+
+def _check_config(ours: Any, folder: Path) -> None:
+    """Raise ConfigError if the folder's config.json, completed by transformers, describes another model than `ours`.
+
+    Both are complete, so a key that was removed or misspelt in model.hf_config, and so has its default, shows too.
+    """
+    stated = {key: value for key, value in open_model_folder(folder).config.items() if key != "model_type"}
+    theirs = type(ours)(**stated).to_dict()
+    here = ours.to_dict()
+    names = here.keys() | theirs.keys()
+    if found := document_differences({name: here.get(name) for name in names}, {n: theirs.get(n) for n in names}):
+        raise ConfigError(
+            f"model.init_from={folder} holds another model than model.hf_config: {'; '.join(sorted(found))}"
+        )
 
 
 def saved_tensors(decoder: nn.Module) -> dict[str, Tensor]:

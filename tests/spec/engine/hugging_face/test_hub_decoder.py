@@ -200,3 +200,12 @@ def test_sequences_longer_than_the_learned_positions_are_refused() -> None:
     config = replace(hub_config("qwen3", train={"seq_len": 256}), model=shape_of(document))
     with pytest.raises(ConfigError, match=r"train.seq_len=256 exceeds the \d+ learned positions of the model \(wpe\)"):
         build_decoder(config)
+
+
+def test_a_key_that_was_removed_from_hf_config_is_noticed(tmp_path: Path) -> None:
+    document = hf_config("granite", logits_scaling=4.0)
+    reference_model(document).save_pretrained(tmp_path)
+    decoder = HuggingFaceDecoder(shape_of({key: value for key, value in document.items() if key != "logits_scaling"}))
+    decoder.to_empty(device="cpu")
+    with pytest.raises(ConfigError, match=r"logits_scaling is 1.0, in the folder 4.0"):
+        decoder.load(tmp_path)
