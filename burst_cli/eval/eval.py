@@ -35,7 +35,7 @@ def evaluate(
     request: LaunchRequest,
     config_dir: ConfigDirOption = None,
     dry_run: DryRunOption = False,
-    manner: OutputOptions,
+    options: OutputOptions,
 ) -> int:
     """Evaluate weights: validation loss, loss by position, needles by depth. Trains and saves nothing.
 
@@ -61,5 +61,5 @@ def evaluate(
     if folder is not None and names_run(words or ()):
         raise ConfigError(f"--from {folder} and {(words or [''])[0]} both say what is evaluated; leave one of them out")
     overrides, folders = from_folder(folder, words or (), config_dir or ())
-    options = replace(request, config_dirs=folders, dry_run=dry_run)
-    return launch_request(evaluation_request(overrides, step, options), manner)
+    launch = replace(request, config_dirs=folders, dry_run=dry_run)
+    return launch_request(evaluation_request(overrides, step, launch), options)

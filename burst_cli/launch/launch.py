@@ -45,7 +45,7 @@ def launch(
     dry_run: DryRunOption = False,
     form: AsOption = None,
     yes: YesOption = False,
-    manner: OutputOptions,
+    options: OutputOptions,
 ) -> int:
     """Train: write the run folder, start the ranks, show progress.
 
@@ -78,7 +78,7 @@ def launch(
     if not (yes or dry_run or is_cell or names_experiment(words, folders) or confirm_demo(words, folders)):
         return EXIT_DECLINED
     request = replace(request, overrides=words, config_dirs=folders, run_path=run_path, dry_run=dry_run)
-    return launch_request(request, replace(manner, form=form))
+    return launch_request(request, replace(options, form=form))
 
 
 def names_experiment(words: Sequence[str], folders: Sequence[Path]) -> bool:
@@ -107,27 +107,27 @@ def confirm_demo(words: Sequence[str], folders: Sequence[Path]) -> bool:
     return typer.confirm("Start it?", err=True)
 
 
-def launch_request(request: LaunchRequest, manner: OutputOptions) -> int:
+def launch_request(request: LaunchRequest, options: OutputOptions) -> int:
     """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
     from burst_cli.launch.prepare import prepare_launch
 
-    if manner.form is not None and not request.dry_run:
-        raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
+    if options.form is not None and not request.dry_run:
+        raise ConfigError(f"--as {options.form} prints what another program starts; add --dry-run")
     prepared = prepare_launch(request)
     from burst_cli.launch.show import launch_notes, show_job, show_plan  # loads the planner, as resolving did
 
-    if manner.form is not None:
-        show_job(prepared.plan, manner.form)
+    if options.form is not None:
+        show_job(prepared.plan, options.form)
         return 0
     if request.dry_run:
-        show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=manner.as_json)
+        show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=options.as_json)
         return 0
     notes = launch_notes(prepared.memory, prepared.survey.warnings, prepared.notes)
     render.stderr().print(notes, soft_wrap=True, end="")
     prepared.survey.prepare(prepared.plan)
     from burst_cli.launch.launching import run_plan  # what a rehearsal does without
 
-    return run_plan(prepared.plan, prepared.overrides, manner)
+    return run_plan(prepared.plan, prepared.overrides, options)

@@ -97,7 +97,7 @@ def lead_attempts(
     run: RunFolder,
     watchers: tuple[LaunchObserver, StopRequests],
     lead: Lead,
-    manner: ControlOptions,
+    options: ControlOptions,
     renew: Renew = renewed_plan,
 ) -> LaunchOutcome:
     """The outcome of the last attempt: `lead` leads one, and while it fails the next begins from the last checkpoint.
@@ -107,17 +107,17 @@ def lead_attempts(
     observer, stop = watchers
     restarts, allowed = Restarts(), plan.config.cluster.max_restarts
     while True:
-        outcome = lead(plan, manner)
+        outcome = lead(plan, options)
         kind = outcome.failure.kind if outcome.failure is not None else None
         if outcome.status != "failed" or kind in _NON_RETRYABLE or stop.count or not allowed:
             return outcome
         restarts = restarts.after(run)
         while (count := restarts.in_a_row) <= allowed:
             observer.note(f"{kind}: {_restart_text(restarts, allowed)}")
-            if _is_stopped(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S), stop, manner):
+            if _is_stopped(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S), stop, options):
                 return outcome
             try:
-                plan, manner = renew(plan, run), replace(manner, start=True)
+                plan, options = renew(plan, run), replace(options, start=True)
                 break
             except BurstError as error:
                 observer.note(f"the nodes cannot take it up: {error}")
@@ -134,11 +134,11 @@ def _restart_text(restarts: Restarts, allowed: int) -> str:
     return f"restart {restarts.in_a_row} of {allowed} without progress, {where}"
 
 
-def _is_stopped(seconds: float, stop: StopRequests, manner: ControlOptions) -> bool:
+def _is_stopped(seconds: float, stop: StopRequests, options: ControlOptions) -> bool:
     """Whether somebody asks for the end in the next so many seconds."""
-    end = manner.clock.monotonic() + seconds
-    while manner.clock.monotonic() < end and not stop.count:
-        manner.clock.sleep(0.1)
+    end = options.clock.monotonic() + seconds
+    while options.clock.monotonic() < end and not stop.count:
+        options.clock.sleep(0.1)
     return stop.count > 0
 
 
@@ -161,13 +161,13 @@ def prepare_data(config: RunConfig, console: Console) -> None:
     needle_tasks(config, prepared)
 
 
-def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: OutputOptions, timing: LaunchTiming = _TIMING) -> int:
+def run_plan(plan: LaunchPlan, overrides: Sequence[str], options: OutputOptions, timing: LaunchTiming = _TIMING) -> int:
     """The exit code of the launch that `plan` describes; progress on stderr, the result on stdout.
 
     Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
     other than this machine prepare their data themselves.
     """
-    console, is_here = manner.console(), runner_of(plan).is_here
+    console, is_here = options.console(), runner_of(plan).is_here
     if is_here:
         prepare_data(plan.config, console)
     typed, provenance = "".join(f"{override}\n" for override in overrides), json_text(collect_provenance())
@@ -178,33 +178,33 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: OutputOptions, 
     with stop.listening():
         run = create_run(Path(plan.run_path), files, world_size=plan.world_size)
         render.say(console, Text.assemble((_name(run), "bold"), f"  {ranks}"), Text(str(run.path), "dim"))
-        if manner.detach:
+        if options.detach:
             from burst_cli.launch.detach import launch_detached
 
-            return launch_detached(run, stop, console, as_json=manner.as_json)
-        return lead_run(plan, run, stop, manner, timing=timing)
+            return launch_detached(run, stop, console, as_json=options.as_json)
+        return lead_run(plan, run, stop, options, timing=timing)
 
 
 def lead_run(
     plan: LaunchPlan,
     run: RunFolder,
     stop: StopRequests,
-    manner: OutputOptions,
+    options: OutputOptions,
     *,
     start: bool = True,
     timing: LaunchTiming = _TIMING,
 ) -> int:
     """The exit code of `run`, shown while it lives and told of at its end. start: False takes over what runs."""
     progress = RunProgress(run, plan.config.train.steps)
-    with open_view(manner.console(), progress, is_log=manner.detach) as view:
+    with open_view(options.console(), progress, is_log=options.detach) as view:
         outcome = lead_attempts(
             plan,
             run,
             (view, stop),
             lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
-            ControlOptions(start=start, timing=timing, detached=manner.detach),
+            ControlOptions(start=start, timing=timing, detached=options.detach),
         )
-    conclude(run, outcome, progress.elapsed_s(), last_checkpoint(run, plan), as_json=manner.as_json)
+    conclude(run, outcome, progress.elapsed_s(), last_checkpoint(run, plan), as_json=options.as_json)
     return outcome.exit_code
 
 
@@ -264,8 +264,8 @@ def main(run_path: str, way: str) -> int:
     stop = StopRequests()
     with stop.listening():
         try:
-            run, manner = open_run(Path(run_path)), OutputOptions(detach=True)
-            return lead_run(read_run_plan(run.path), run, stop, manner, start=way == START)
+            run, options = open_run(Path(run_path)), OutputOptions(detach=True)
+            return lead_run(read_run_plan(run.path), run, stop, options, start=way == START)
         except BurstError as error:
             return render.fail(error)
 

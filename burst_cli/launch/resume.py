@@ -16,7 +16,7 @@ app = new_verb()
 @app.command()
 def resume(
     request: LaunchRequest,
-    manner: OutputOptions,
+    options: OutputOptions,
     run: LivingRunArgument = None,
     settings: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> int:
@@ -43,4 +43,4 @@ def resume(
         )
     if settings:
         raise ConfigError(f"burst resume takes one run, got {' '.join(words)}")
-    return resume_run(choose_run(run, request.runs_dir, living=True), request, manner)
+    return resume_run(choose_run(run, request.runs_dir, living=True), request, options)

@@ -32,7 +32,7 @@ class UnknownRunError(ClusterError):
     exit_code = 3
 
 
-def resume_run(run: RunFolder, request: LaunchRequest, manner: OutputOptions) -> int:
+def resume_run(run: RunFolder, request: LaunchRequest, options: OutputOptions) -> int:
     """The exit code of the run, after it was led to its end or left to the background.
 
     request: other nodes for the next attempt, and whether they are checked. Raises ControllerBusyError when a process
@@ -40,11 +40,11 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: OutputOptions) ->
     """
     plan = read_run_plan(run.path)
     _check_folder(run, launch_folder(run.path))
-    console = manner.console()
+    console = options.console()
     way = resume_action(run, console)
     if way == "done":
         text = f"{run.exp}/{run.run_id} is completed, there is nothing to resume; more: burst report {run.run_id}"
-        render.show({**run_record(run), "exit_code": 0}, text, as_json=manner.as_json)
+        render.show({**run_record(run), "exit_code": 0}, text, as_json=options.as_json)
         return 0
     if way == "start":
         plan = renewed_plan(plan, run, request)
@@ -52,9 +52,9 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: OutputOptions) ->
         raise ConfigError(f"run {run.run_id} still runs on its nodes; burst cancel it before it gets others")
     stop = StopRequests()
     with stop.listening():
-        if manner.detach:
-            return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
-        return lead_run(plan, run, stop, manner, start=way == "start")
+        if options.detach:
+            return launch_detached(run, stop, console, as_json=options.as_json, start=way == "start")
+        return lead_run(plan, run, stop, options, start=way == "start")
 
 
 def _check_folder(run: RunFolder, launched: Path) -> None:

@@ -65,7 +65,7 @@ def control(
     links: Sequence[NodeLink],
     observer: LaunchObserver,
     stop: StopRequests,
-    manner: ControlOptions = ControlOptions(),
+    options: ControlOptions = ControlOptions(),
 ) -> LaunchOutcome:
     """Lead `run` to its end over `links`, one per node of `plan` in its order; the outcome, also written to run.json.
 
@@ -76,21 +76,21 @@ def control(
     opened = list(links)
     try:
         with controlling(run):
-            lease_s = None if manner.detached or runner_of(plan).is_queued else plan.config.cluster.lease_s
-            if manner.start:
+            lease_s = None if options.detached or runner_of(plan).is_queued else plan.config.cluster.lease_s
+            if options.start:
                 begin_attempt(plan, run, lease_s)
                 if stop.count:
                     return finish(run, _CANCELLED)
             if run.read_state()["state"] not in FINAL_STATES:
-                run.record(**process_facts(), detached=manner.detached)
-                granted = runner_of(plan).await_nodes(plan, run, observer, stop, start=manner.start)
+                run.record(**process_facts(), detached=options.detached)
+                granted = runner_of(plan).await_nodes(plan, run, observer, stop, start=options.start)
                 if isinstance(granted, LaunchOutcome):
                     return finish(run, granted)
                 if granted is not None:
                     plan, links = granted
                     opened += links
-            fleet = Fleet(plan, run, links, lease_s, manner.clock)
-            return finish(run, _Lead(fleet, observer, stop, manner).to_the_end())
+            fleet = Fleet(plan, run, links, lease_s, options.clock)
+            return finish(run, _Lead(fleet, observer, stop, options).to_the_end())
     finally:
         for link in opened:
             link.close()
@@ -99,16 +99,16 @@ def control(
 class _Lead:
     """One run, from its first to its last moment."""
 
-    def __init__(self, fleet: Fleet, observer: LaunchObserver, stop: StopRequests, manner: ControlOptions) -> None:
+    def __init__(self, fleet: Fleet, observer: LaunchObserver, stop: StopRequests, options: ControlOptions) -> None:
         self.fleet, self.plan, self.run, self.observer, self.stop = fleet, fleet.plan, fleet.run, observer, stop
-        self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
+        self.options, self.timing, self.clock = options, options.timing, options.clock
         self.steps = StepWatch(self.run, self.clock.monotonic)
         self.hang = HangWatch(fleet, self.steps, self.clock, observer.note)
         self.failure: Failure | None = None  # what was found here rather than by looking at what is left
         self.is_cancelled = False
         self.trouble_at: float | None = None
         self._asked: tuple[str, float] | None = None  # for the end: by whom, and after what grace
-        self._has_started = not manner.start
+        self._has_started = not options.start
         self._early_at: float | None = None
         self._completed_at: float | None = None
         self._polled_at = self._hears_from = self._cut_off_until = self._now
@@ -127,7 +127,7 @@ class _Lead:
             raise
 
     def _until_end(self) -> LaunchOutcome:
-        self.fleet.follow(start=self.manner.start)
+        self.fleet.follow(start=self.options.start)
         self.steps.touch()
         while self.stop.count < 3:
             self._look()
@@ -347,8 +347,8 @@ def request_cancel(
                 plan = read_run_plan(run.path)
                 write_cancel(run, cause, grace_s)
                 is_requested = True
-                manner = ControlOptions(start=False, detached=number(run.read_state(), "lease_s") is None)
-                control(plan, run, opener(plan, run), observer or LaunchObserver(), stop, manner)
+                options = ControlOptions(start=False, detached=number(run.read_state(), "lease_s") is None)
+                control(plan, run, opener(plan, run), observer or LaunchObserver(), stop, options)
                 continue
             if not is_requested or is_forgotten:
                 write_cancel(run, cause, grace_s)

@@ -84,16 +84,16 @@ class Led:
         detached: bool = False,
     ) -> tuple[LaunchOutcome, Observer]:
         """Lead it to its end, with `act` at every tick."""
-        observer, manner = Observer(act), ControlOptions(detached=detached, timing=timing)
-        return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), manner), observer
+        observer, options = Observer(act), ControlOptions(detached=detached, timing=timing)
+        return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), options), observer
 
     def begin(self, *, start: bool = True, timing: LaunchTiming = CALM) -> Self:
         """Begin to lead it, in a thread."""
 
         def work() -> None:
-            manner = ControlOptions(start=start, timing=timing)
+            options = ControlOptions(start=start, timing=timing)
             try:
-                self._outcome.set_result(control(self.plan, self.run, self.links(), self.observer, self.stop, manner))
+                self._outcome.set_result(control(self.plan, self.run, self.links(), self.observer, self.stop, options))
             except BaseException as error:
                 self._outcome.set_exception(error)
 
@@ -258,9 +258,9 @@ def main(path: str, *flags: str) -> int:
     """Lead the run in folder `path` from a process of its own, which can be told to stop, and killed."""
     run = open_run(Path(path))
     plan = read_run_plan(run.path)
-    links, manner = open_links(plan, run), ControlOptions(detached="--detached" in flags, timing=HURRIED)
+    links, options = open_links(plan, run), ControlOptions(detached="--detached" in flags, timing=HURRIED)
     with StopRequests().listening() as stop:
-        return control(plan, run, links, LaunchObserver(), stop, manner).exit_code
+        return control(plan, run, links, LaunchObserver(), stop, options).exit_code
 
 
 if __name__ == "__main__":

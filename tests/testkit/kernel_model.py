@@ -42,8 +42,8 @@ def loss_and_gradients(device: str, tile_tokens: int | None, dropout: float) -> 
     model = LlamaModel(MODEL, LossConfig(chunk_tokens=7, z_loss=0.01)).to(device, torch.float64)
     init_weights(model, 0)
     if tile_tokens is not None:
-        manner = LayerExecution(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
-        apply_policies(model, [manner] * MODEL.num_layers)
+        execution = LayerExecution(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
+        apply_policies(model, [execution] * MODEL.num_layers)
     group = AttentionGroup(0, Topology(1, 1), DistributedTransport({}, (0,), Topology(1, 1), 0), ReferenceKernel())
     context = build_context(group, [LayerAttention(Mask(TOKENS), METHOD)], TOKENS)
     positions = torch.from_numpy(context.layout.positions(0)).to(device)

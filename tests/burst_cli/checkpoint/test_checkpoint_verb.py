@@ -204,7 +204,7 @@ def test_a_tokenizer_that_was_trained_for_the_run_goes_with_its_weights(export) 
 def test_beginning_and_end_are_those_of_the_tokenizer_or_of_the_files_beside_it(
     export, tmp_path: Path, spelled: Any
 ) -> None:
-    """A tokenizer.json in the manner of Llama 3, which puts <|begin|> before every text."""
+    """A tokenizer.json like that of Llama 3, which puts <|begin|> before every text."""
     train_bpe(TEXTS, 280).save(tmp_path)
     inner = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     inner.add_special_tokens(["<|begin|>", "<|turn|>"])

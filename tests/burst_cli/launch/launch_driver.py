@@ -38,8 +38,8 @@ def launch(runs_dir: Path, *flags: str) -> int:
         argv = ("/no/such/python", *plan.nodes[0].argv[1:])
         plan = with_files(dataclasses.replace(plan, nodes=(dataclasses.replace(plan.nodes[0], argv=argv),)))
     timing = LaunchTiming(poll_s=0.02, stop_grace_s=0.7, failure_grace_s=0.5, evidence_s=0.2)
-    manner = OutputOptions("--detach" in flags, "--plain" in flags, "--json" in flags)
-    return run_plan(plan, ["exp=tiny"], manner, timing)
+    options = OutputOptions("--detach" in flags, "--plain" in flags, "--json" in flags)
+    return run_plan(plan, ["exp=tiny"], options, timing)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ class Story(LaunchObserver):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def lead(self, plan: LaunchPlan, manner: ControlOptions) -> LaunchOutcome:
-        self.starts.append(manner.start)
+    def lead(self, plan: LaunchPlan, options: ControlOptions) -> LaunchOutcome:
+        self.starts.append(options.start)
         kind, step = self.ends.pop(0)
         if step:
             self.run.append_event("checkpoint", step=step)

@@ -182,8 +182,8 @@ class World:
 
     def lead(self, *, detached: bool = False, timing: LaunchTiming = TIMING) -> LaunchOutcome:
         """Lead the run to its end."""
-        manner = ControlOptions(detached=detached, timing=timing, clock=self.clock)
-        return control(self.plan, self.run, self.links, self.observer, self.stop, manner)
+        options = ControlOptions(detached=detached, timing=timing, clock=self.clock)
+        return control(self.plan, self.run, self.links, self.observer, self.stop, options)
 
     def failure(self, timing: LaunchTiming = TIMING) -> Failure:
         """Why the run, led to its end, failed."""

@@ -206,8 +206,8 @@ def test_planned_run_is_cancelled_without_any_node_unless_it_is_just_being_launc
 
 def test_run_is_taken_over_and_led_to_its_end(world: World) -> None:
     world.at(5, world.complete)
-    manner = ControlOptions(start=False, clock=world.clock)
-    outcome = control(world.plan, world.run, world.links, Observer(), StopRequests(), manner)
+    options = ControlOptions(start=False, clock=world.clock)
+    outcome = control(world.plan, world.run, world.links, Observer(), StopRequests(), options)
     assert (outcome.status, world.state["attempt"], world.state["pid"]) == ("completed", 1, os.getpid())
     assert all(link.beats and not link.specs for link in world.links)
 
